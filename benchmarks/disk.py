@@ -40,15 +40,15 @@ def mixed_bandwidth(folder: Path, file_bytes: int, seconds: int) -> float:
     return float(job["read"]["bw_bytes"] + job["write"]["bw_bytes"])
 
 
-def read_seconds(places: Sequence[tuple[Path, int]], block_bytes: int) -> float:
-    """Seconds to read these blocks of files, by their offsets, with O_DIRECT and some threads: what
-    the disk takes, without a look at the bytes."""
-    files = {path: os.open(path, os.O_RDONLY | os.O_DIRECT) for path in {p for p, _ in places}}
+def read_seconds(places: Sequence[tuple[Path, int, int]]) -> float:
+    """Seconds to read these parts of files, by offset and bytes, with O_DIRECT and some threads:
+    what the disk takes, without a look at the bytes."""
+    files = {path: os.open(path, os.O_RDONLY | os.O_DIRECT) for path in {p for p, *_ in places}}
 
-    def read(mine: Sequence[tuple[Path, int]]) -> None:
-        with mmap.mmap(-1, block_bytes) as page:
-            for path, offset in mine:
-                if os.preadv(files[path], [page], offset) != block_bytes:
+    def read(mine: Sequence[tuple[Path, int, int]]) -> None:
+        with mmap.mmap(-1, max(size for *_, size in places)) as memory:
+            for path, offset, size in mine:
+                if os.preadv(files[path], [memoryview(memory)[:size]], offset) != size:
                     raise BenchError(f"{path} is too short")
 
     begin = time.perf_counter()

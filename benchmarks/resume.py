@@ -17,11 +17,11 @@ from pathlib import Path
 import strata
 import torch
 from strata._storage.checkpoint_files import read_manifest
-from strata._storage.snapshot_pages import copy_snapshot, page_paths, slots_of
+from strata._storage.snapshot_pages import bytes_of, copy_snapshot, page_paths, slots_of
 
 from .common import MIB, Context, Figure, seconds_of, share_of_best, take_turns
 from .disk import read_seconds
-from .models import llama, llama_166m, llama_config, tokens
+from .models import llama_166m_or_small, tokens
 from .sides import Paged, room_of_snapshots, state_on_ssd
 
 TOKENS = 128
@@ -46,9 +46,7 @@ class Resumes:
         self.steady: dict[str, list[float]] = {}
 
     def _fresh(self) -> torch.nn.Module:
-        if self._context.quick:
-            return llama(llama_config(128, 2), torch.bfloat16, self._context.seed)
-        return llama_166m(self._context.seed)
+        return llama_166m_or_small(self._context.quick, self._context.seed)
 
     def _side(self, memory: dict[str, int]) -> Paged:
         return Paged(self._fresh(), self._batch, memory, self._folder)
@@ -87,20 +85,23 @@ def run(context: Context) -> Iterator[Figure]:
         series = resumes.take()
         manifest = read_manifest(series)
         slots = slots_of(manifest)
-        size = len(slots) * manifest["page_bytes"]
+        size = bytes_of(manifest)
         copy = folder / "copy" / series.name
         copy_snapshot(series, copy)
 
         paths = page_paths(read_manifest(copy), copy)
         page = manifest["page_bytes"]
-        places = [(Path(paths[s % len(paths)]), s // len(paths) * page) for s in sorted(slots)]
+        places = [
+            (Path(paths[slot % len(paths)]), slot // len(paths) * page, held)
+            for slot, _, _, held in sorted(slots)
+        ]
 
         before, behind = [], []
 
         def stream() -> float:
-            before.append(read_seconds(places, page))
+            before.append(read_seconds(places))
             seconds = resumes.go_on("other", resumes.in_host, copy)
-            behind.append(read_seconds(places, page))
+            behind.append(read_seconds(places))
             return seconds
 
         def side(name: str, memory: dict[str, int]) -> dict[str, Callable[[], float]]:

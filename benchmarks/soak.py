@@ -76,7 +76,7 @@ def _lost_slots(training: Training, folder: Path) -> int:
     """Slots that snapshots hold, beyond those of the pages of what is there."""
     wanted = set()
     for snapshot in snapshots_of(folder / SERIES):
-        wanted |= slots_of(read_manifest(snapshot))
+        wanted |= {slot for slot, *_ in slots_of(read_manifest(snapshot))}
     state = wrapped(training.model)
     state.synchronize()
     stats: dict[str, Any] = state.session.stats()

@@ -79,7 +79,9 @@ class Reader final {
       memory_.bytes()[i] = static_cast<std::byte>(i * 7 + i / 4096);
     }
     for (std::uint32_t i = 0; i < kPages; ++i) STRATA_ASSERT(store_->acquire() == SlotId{i});
-    run(1, [this](std::uint32_t page) { return store_->write(SlotId{page}, at(page), 1, page); });
+    run(1, [this](std::uint32_t page) {
+      return store_->write(SlotId{page}, {at(page), kPage}, 1, page);
+    });
   }
 
   Measured read() {

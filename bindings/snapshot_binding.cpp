@@ -78,11 +78,16 @@ class TakenSnapshot final {
   py::list hypers() const;
 
  private:
-  static py::tuple slot_tuple(const SavedSlot& saved) {
-    return py::make_tuple(index(saved.slot), saved.contents.version, saved.contents.checksum);
+  // As the format has it: a page of which not all is used says how much.
+  py::tuple slot_tuple(const SavedSlot& saved) const {
+    const SlotContents& has = saved.contents;
+    if (has.bytes == layout_.page_bytes) {
+      return py::make_tuple(index(saved.slot), has.version, has.checksum);
+    }
+    return py::make_tuple(index(saved.slot), has.version, has.checksum, has.bytes);
   }
   template <typename Key, typename Of>
-  static py::object slot_of(const std::vector<Key>& saved, Of of, const auto& wanted) {
+  py::object slot_of(const std::vector<Key>& saved, Of of, const auto& wanted) const {
     const auto found = std::ranges::lower_bound(saved, wanted, {}, of);
     if (found == saved.end() || of(*found) != wanted) return py::none();
     return slot_tuple(*found);
@@ -208,12 +213,12 @@ SavedGradient saved_gradient(std::uint32_t param, std::uint32_t count, double su
   return saved;
 }
 
-using Slots = std::vector<std::tuple<std::uint32_t, std::uint64_t, std::uint64_t>>;
+using Slots = std::vector<std::tuple<std::uint32_t, std::uint64_t, std::uint64_t, std::uint32_t>>;
 
 std::vector<SavedFiles::Slot> saved_slots(const Slots& slots) {
   std::vector<SavedFiles::Slot> saved;
-  for (const auto& [slot, version, checksum] : slots) {
-    saved.push_back({.slot = SlotId{slot}, .contents = {version, checksum}});
+  for (const auto& [slot, version, checksum, bytes] : slots) {
+    saved.push_back({.slot = SlotId{slot}, .contents = {version, checksum, bytes}});
   }
   return saved;
 }

@@ -132,7 +132,11 @@ std::optional<SaveId> Activations::save(std::byte* device, std::size_t bytes, Ti
   save.end = end;
   save.pages.assign(free.end() - static_cast<std::ptrdiff_t>(pages), free.end());
   free.resize(free.size() - pages);
-  for (const PageId page : save.pages) table_.set_unit(page, unit);
+  for (std::size_t i = 0; i < pages; ++i) {
+    table_.set_unit(save.pages[i], unit);
+    const std::size_t left = bytes - i * page_bytes_;
+    table_.set_bytes(save.pages[i], static_cast<std::uint32_t>(std::min(left, page_bytes_)));
+  }
   ++live_;
   begin(id, Way::out, device, stream);
   return id;

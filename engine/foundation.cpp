@@ -24,6 +24,7 @@ PageTable make_table(const Residence& home, Tiers& tiers) {
     const PageId page{i};
     const Chunk& chunk = home.layout.chunks[home.layout.chunk_of[i]];
     table.set_unit(page, home.layout.segments[chunk.segment].unit);
+    table.set_bytes(page, static_cast<std::uint32_t>(home.layout.bytes_in(page)));
     if (home.tier[i] == Tier::remote) {
       table.place(page, {Tier::remote, i});
     } else if (has_slots(home.tier[i])) {
@@ -217,7 +218,7 @@ void Foundation::copy_out_now(std::byte* to, FrameId from, PageId page) {
   const CopyTicket ticket = transfers.copy(Link::download,
                                            {.device = tiers.device().address(from),
                                             .host = to,
-                                            .bytes = layout.page_bytes,
+                                            .bytes = layout.bytes_in(page),
                                             .unit = table.unit(page)},
                                            Requester::elements);
   transfers.finish(ticket);

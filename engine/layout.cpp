@@ -9,18 +9,6 @@
 namespace strata {
 namespace {
 
-std::size_t master_bytes(Dtype dtype) {
-  switch (dtype) {
-    case Dtype::float32:
-      return 0;  // the parameter is its own master
-    case Dtype::bfloat16:
-      return 2;  // the lower half: see optimizers, Note [Split master]
-    case Dtype::float16:
-      return 4;
-  }
-  return 0;
-}
-
 int moments_of(const Config& config) {
   int moments = 0;
   for (const Hyper& group : config.groups) {
@@ -75,7 +63,7 @@ bool has_pages(const Layout& layout, const Segment& segment, Role role) {
   if (!segment.trainable) return false;
   switch (role) {
     case Role::master:
-      return master_bytes(segment.dtype) != 0;
+      return master_size(segment.dtype) != 0;
     case Role::moment1:
       return layout.moments >= 1;
     case Role::moment2:
@@ -174,7 +162,7 @@ std::size_t Layout::element_bytes(const Chunk& chunk, Role role) const {
       STRATA_ASSERT(!segment.stored);
       return size_of(segment.dtype);
     case Role::master:
-      return master_bytes(segment.dtype);
+      return master_size(segment.dtype);
     case Role::moment1:
     case Role::moment2:
       return size_of(moment_dtype);
@@ -188,6 +176,23 @@ std::size_t Layout::elements_per_page(const Chunk& chunk, Role role) const {
   if (role == Role::param) return segments[chunk.segment].chunk_elements;
   const std::size_t elements = page_bytes / element_bytes(chunk, role);
   return shares_pages(*this, role) ? elements / 2 : elements;
+}
+
+std::size_t Layout::bytes_in(PageId page) const {
+  STRATA_ASSERT(index(page) < page_count);
+  const Chunk& chunk = chunks[chunk_of[index(page)]];
+  const Role role = role_of[index(page)];
+  return bytes_in(chunk, role, index(page) - index(chunk.run(role).first));
+}
+
+std::size_t Layout::bytes_in(const Chunk& chunk, Role role, std::uint32_t number) const {
+  if (segments[chunk.segment].stored) return page_bytes;
+  const std::size_t per_page = elements_per_page(chunk, role);
+  const std::size_t before = number * per_page;
+  STRATA_ASSERT(before < chunk.elements);
+  const std::size_t bytes =
+      std::min(per_page, chunk.elements - before) * element_bytes(chunk, role);
+  return shares_pages(*this, role) && moments >= 2 ? page_bytes / 2 + bytes : bytes;
 }
 
 std::vector<std::uint32_t> Layout::chunks_of(std::uint32_t param) const {

@@ -160,6 +160,11 @@ struct Layout {
   // Elements of `role` that one page holds, or one frame of gradients.
   std::size_t elements_per_page(const Chunk& chunk, Role role) const;
   std::size_t element_bytes(const Chunk& chunk, Role role) const;
+  // How far a page is filled: the last one of a role of a chunk may have room left. Of codes it is
+  // full, for scales lie behind them. REQUIRES: it rests somewhere.
+  std::size_t bytes_in(PageId page) const;
+  // Likewise, of the pages or frames of a role by their number.
+  std::size_t bytes_in(const Chunk& chunk, Role role, std::uint32_t number) const;
 
   Dtype grad_dtype(const Segment& segment) const;
   std::size_t grad_bytes(const Segment& segment) const { return size_of(grad_dtype(segment)); }

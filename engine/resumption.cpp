@@ -36,8 +36,7 @@ SavedFiles Resumption::files_of(LeftState& left) const {
       const auto [at, first] = held.try_emplace(slot.slot, slot);
       SavedFiles::Slot& known = at->second;
       known.holders = first ? 1 : known.holders + 1;
-      const bool same = known.contents.version == slot.contents.version &&
-                        known.contents.checksum == slot.contents.checksum;
+      const bool same = known.contents == slot.contents;
       const bool sound = slot.contents.version != 0 && slot.contents.version < kVersionsEnd;
       if (same && sound) continue;
       refuse("what slot " + std::to_string(index(slot.slot)) + " holds makes no sense");
@@ -49,8 +48,12 @@ SavedFiles Resumption::files_of(LeftState& left) const {
   for (const SavedFiles::Slot& slot : left.snapshots[0]) unused.insert(slot.slot);
   for (const LeftState::PageAt& at : left.pages) {
     const bool known = index(at.page) < base_.layout.page_count && unused.erase(at.slot) == 1;
-    if (known && pages.insert(at.page).second) continue;
-    refuse("a page has a slot that its snapshot has not, or that it shares");
+    if (!known || !pages.insert(at.page).second) {
+      refuse("a page has a slot that its snapshot has not, or that it shares");
+    }
+    if (held.at(at.slot).contents.bytes < base_.layout.bytes_in(at.page)) {
+      refuse("slot " + std::to_string(index(at.slot)) + " holds less than its page does");
+    }
   }
   check_scales(left.scales);
   SavedFiles saved{.files = std::move(left.files), .slots = {}};

@@ -27,7 +27,7 @@ Snapshots::Scratch* Snapshots::free_scratch() {
 }
 
 // REQUIRES: a free slot. False: too many are on their way.
-bool Snapshots::save_bytes(const std::byte* from, std::uint32_t chunk, Saving saving,
+bool Snapshots::save_bytes(std::span<const std::byte> from, std::uint32_t chunk, Saving saving,
                            std::size_t saves_max) {
   if (saving_.size() >= saves_max || base_.transfers.full() || !find_room()) return false;
   saving.slot = store().acquire().value();
@@ -67,7 +67,8 @@ Snapshots::Taken Snapshots::take_gradient(std::uint32_t id, const Runs& runs, st
   if (from == nullptr) return taken;
   Saving saving{.frame = SavedFrame{{}, id, number}};
   if (from == scratch->bytes) saving.scratch = scratch;
-  if (save_bytes(from, id, std::move(saving), saves_max)) return taken = Taken::begun;
+  const std::size_t bytes = base_.layout.bytes_in(base_.layout.chunks[id], Role::grad, number);
+  if (save_bytes({from, bytes}, id, std::move(saving), saves_max)) return taken = Taken::begun;
   return Taken::not_yet;
 }
 
@@ -141,7 +142,8 @@ bool Snapshots::flush_scales() {
   const std::uint32_t chunk = now_.scales_at.back().chunk;
   Saving saving{.scratch = scales_, .frame = SavedFrame{}, .scales = true};
   saving.frame->number = static_cast<std::uint32_t>(now_.scales.size() - 1);
-  if (!save_bytes(scales_->bytes, chunk, std::move(saving), kScratchPages)) return false;
+  const std::span<const std::byte> filled(scales_->bytes, scale_bytes_);
+  if (!save_bytes(filled, chunk, std::move(saving), kScratchPages)) return false;
   scales_ = nullptr;
   return true;
 }

@@ -4,7 +4,6 @@
 #include <utility>
 
 #include "engine/snapshots.hpp"
-#include "memory/check.hpp"
 
 namespace strata {
 

@@ -1,7 +1,6 @@
 #include "engine/snapshots.hpp"
 
 #include <algorithm>
-#include <array>
 #include <utility>
 
 #include "memory/check.hpp"

@@ -38,6 +38,7 @@
 #include <deque>
 #include <map>
 #include <optional>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -176,7 +177,8 @@ class Snapshots final {
   bool lies_in_page(std::uint32_t chunk, const Runs& runs, PageId page) const;
   const std::byte* gather(std::uint32_t chunk, const Runs& runs, std::uint32_t number,
                           Scratch& scratch) STRATA_REQUIRES(core_lock);
-  bool save_bytes(const std::byte* from, std::uint32_t chunk, Saving saving, std::size_t saves_max);
+  bool save_bytes(std::span<const std::byte> from, std::uint32_t chunk, Saving saving,
+                  std::size_t saves_max);
   Scratch* free_scratch();
   bool keep_scales(std::uint32_t chunk);
   bool flush_scales();

@@ -26,6 +26,11 @@ PageId PageTable::add(std::uint32_t count) {
   return PageId{first};
 }
 
+void PageTable::set_bytes(PageId page, std::uint32_t bytes) {
+  STRATA_ASSERT(bytes != 0);
+  entry(page).bytes = bytes;
+}
+
 void PageTable::place(PageId page, Placement rest) {
   const Copy& there = copy(page, rest.tier);
   STRATA_ASSERT(there.state == CopyState::none || there.place == rest.place);

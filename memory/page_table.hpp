@@ -39,6 +39,7 @@ constexpr const char* name(CopyState state) {
 }
 
 inline constexpr std::uint32_t kNoPlace = UINT32_MAX;
+inline constexpr std::uint32_t kAllBytes = UINT32_MAX;
 
 // A place in a tier, `place` being the index of a FrameId (device), HostFrameId (host) or SlotId
 // (a tier of slots; a SlotId alone is one of the SSD), or the page's own (remote: see
@@ -111,6 +112,11 @@ class PageTable final {
   // The unit that the page belongs to, for reports; kNoUnit: none yet.
   UnitId unit(PageId page) const { return entry(page).unit; }
   void set_unit(PageId page, UnitId unit) { entry(page).unit = unit; }
+  // How many of its bytes are in use, from the first one on: these move, and what lies behind them
+  // means nothing. kAllBytes: all of them, as long as nobody has said otherwise.
+  std::uint32_t bytes(PageId page) const { return entry(page).bytes; }
+  // What is on its way already goes on as it began. REQUIRES: bytes > 0.
+  void set_bytes(PageId page, std::uint32_t bytes);
 
   // A tier's place starts to receive the page. With version <= newest it is a move, with a newer
   // one it is new contents, which finish_fill() makes the newest.
@@ -174,6 +180,7 @@ class PageTable final {
     std::uint64_t newest = 0;
     Placement rest;
     UnitId unit = kNoUnit;
+    std::uint32_t bytes = kAllBytes;
   };
   static_assert(sizeof(Entry) == 104);
 

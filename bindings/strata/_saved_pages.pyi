@@ -18,20 +18,22 @@ class PageFiles:
         """Of each file: device, inode, and how many names it has."""
 
 class SavedPages:
-    """Pages in the files of another session, which may be running: `slots` are slot, version and
-    checksum, none twice. Raises StrataError where a file cannot be opened or is too short."""
+    """Pages in the files of another session, which may be running: `slots` are slot, version,
+    checksum and number of bytes, none twice. Raises StrataError where a file cannot be opened or is
+    too short, or a slot cannot hold so much."""
 
     def __init__(
         self,
         paths: list[str],
         names: list[str],
         page_bytes: int,
-        slots: list[tuple[int, int, int]],
+        slots: list[tuple[int, int, int, int]],
         io_engine: str = "auto",
     ) -> None: ...
     def read(self, slots: list[int], address: int) -> None:
-        """Reads the pages, one behind the other, to memory that is aligned to 4096, and verifies
-        them. Raises StrataError with fault "corrupt", "io" or "short_read"."""
+        """Reads what the slots hold, one every `page_bytes`, to memory that is aligned to 4096, and
+        verifies it. What lies behind it stays as it is. Raises StrataError with fault "corrupt",
+        "io" or "short_read"."""
 
 class TakenSnapshot:
     """What a session holds in its slots, as _storage/snapshot_files.py describes it."""

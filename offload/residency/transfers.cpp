@@ -41,6 +41,10 @@ std::byte* Transfers::host_bytes(PageId page) const {
   return host_.address(table_.at(page, Tier::host).host_frame());
 }
 
+std::size_t Transfers::whole_sectors(std::size_t used) const {
+  return std::min(round_up(used, kIoAlignment), host_.page_bytes());
+}
+
 Store& Transfers::store_of(const LinkRow& row) const {
   STRATA_ASSERT(row.carrier == Carrier::store);
   Store* store = stores_[slots_of(row)];
@@ -69,7 +73,7 @@ CopyTicket Transfers::move(PageId page, Tier from, Placement to, Requester reque
   if (table_.copy(page, to.tier).state == CopyState::valid) table_.drop(page, to.tier);
   table_.begin_drain(page, from);
   table_.begin_fill(page, to, table_.newest(page));
-  Transfer transfer = begin(row.link, requester, host_.page_bytes());
+  Transfer transfer = begin(row.link, requester, whole_sectors(table_.bytes(page)));
   transfer.page = page;
   transfer.unit = table_.unit(page);
   ++pages_in_flight_;
@@ -84,7 +88,7 @@ CopyTicket Transfers::move(PageId page, Tier from, Placement to, Requester reque
   std::byte* const on_device = device_.address(table_.at(page, Tier::device).device_frame());
   return start(transfer, {.to = up ? on_device : in_host,
                           .from = up ? in_host : on_device,
-                          .bytes = host_.page_bytes(),
+                          .bytes = transfer.bytes,
                           .stream = up ? CopyStream::pages_in : CopyStream::out});
 }
 
@@ -133,7 +137,7 @@ void Transfers::save(PageId page, SlotId to, Requester requester) {
   STRATA_ASSERT(table_.is_current(page, Tier::host));
   STRATA_ASSERT(to != kNoSlot && table_.placement(page) != Placement{to});
   table_.begin_drain(page, Tier::host);
-  Transfer transfer = begin(Link::write, requester, host_.page_bytes());
+  Transfer transfer = begin(Link::write, requester, whole_sectors(table_.bytes(page)));
   transfer.page = page;
   transfer.unit = table_.unit(page);
   transfer.saved_to = to;
@@ -142,13 +146,13 @@ void Transfers::save(PageId page, SlotId to, Requester requester) {
   start_by_store(transfer);
 }
 
-void Transfers::save(const std::byte* from, SlotId to, UnitId unit, Requester requester) {
+void Transfers::save(std::span<const std::byte> from, SlotId to, UnitId unit, Requester requester) {
   STRATA_ASSERT(!full());
-  STRATA_ASSERT(from != nullptr);
-  Transfer transfer = begin(Link::write, requester, host_.page_bytes());
+  STRATA_ASSERT(!from.empty() && from.size() <= host_.page_bytes());
+  Transfer transfer = begin(Link::write, requester, whole_sectors(from.size()));
   transfer.unit = unit;
   transfer.saved_to = to;
-  transfer.from = from;
+  transfer.from = from.data();
   transfer.tag = index(to);
   ++pages_in_flight_;
   start_by_store(transfer);
@@ -214,7 +218,8 @@ bool Transfers::submit(std::uint32_t tag) {
   STRATA_ASSERT(transfer.in_flight && (transfer.page != kNoPage) == (transfer.from == nullptr));
   const LinkRow& row = row_of(transfer.link);
   if (transfer.from != nullptr) {
-    transfer.queued = !store_of(row).write(transfer.saved_to, transfer.from, kOnlyVersion, tag);
+    transfer.queued =
+        !store_of(row).write(transfer.saved_to, {transfer.from, transfer.bytes}, kOnlyVersion, tag);
     return !transfer.queued;
   }
   const bool reads = row.to == Tier::host;
@@ -224,8 +229,9 @@ bool Transfers::submit(std::uint32_t tag) {
   const std::uint64_t version = table_.newest(transfer.page);
   Store& store = store_of(row);
   STRATA_ASSERT(place != kNoSlot && (reads || !store.held(place)));
-  transfer.queued = reads ? !store.read(place, host_bytes(transfer.page), version, tag)
-                          : !store.write(place, host_bytes(transfer.page), version, tag);
+  std::byte* const bytes = host_bytes(transfer.page);
+  transfer.queued = reads ? !store.read(place, bytes, version, tag)
+                          : !store.write(place, {bytes, transfer.bytes}, version, tag);
   return !transfer.queued;
 }
 

@@ -18,6 +18,7 @@
 #include <cstdint>
 #include <deque>
 #include <optional>
+#include <span>
 #include <vector>
 
 #include "memory/copy_engine.hpp"
@@ -103,9 +104,10 @@ class Transfers final {
   // Writes the page as host memory has it to a slot of the SSD that is not the page's own.
   // REQUIRES: !full(); host memory holds the newest; the slot is acquired, and not held.
   void save(PageId page, SlotId to, Requester requester);
-  // Writes bytes that are no page there, as many as a page has. They stay until the transfer is
-  // over. REQUIRES: as above; an engine may write them directly.
-  void save(const std::byte* from, SlotId to, UnitId unit, Requester requester);
+  // Writes bytes that are no page there, and those behind them up to a multiple of kIoAlignment.
+  // They stay until the transfer is over. REQUIRES: as above; no more than a page has; an engine
+  // may write them directly.
+  void save(std::span<const std::byte> from, SlotId to, UnitId unit, Requester requester);
   // The page's contents are those of a slot of the SSD that somebody holds, and that is not where
   // it rests. The page holds it too, until the contents have been read. REQUIRES: no tier holds
   // anything of the page; it does not rest on the SSD.
@@ -145,6 +147,7 @@ class Transfers final {
     bool last = true;         // of compute(): the page is there with it
     UnitId unit = kNoUnit;
     std::uint64_t tag = 0;
+    // Of a page those in use; reading what an older version wrote takes all of its slot.
     std::uint64_t bytes = 0;
     CopyTicket ticket{};
     SlotId saved_to = kNoSlot;  // of save(): the other end, of which the page table knows nothing
@@ -168,6 +171,8 @@ class Transfers final {
   bool reap_stores();
   void end(const Transfer& transfer, std::optional<Error> error);
   std::byte* host_bytes(PageId page) const;
+  // What moves of a page of which so many bytes are in use: disks move no less than a sector.
+  std::size_t whole_sectors(std::size_t used) const;
 
   PageTable& table_;
   CopyEngine& copies_;

@@ -40,11 +40,6 @@ StoreOptions store_options(const SsdProbeOptions& options) {
   return store;
 }
 
-std::unique_ptr<IoEngine> engine_for(std::string_view name, Doorbell* bell, std::uint32_t depth) {
-  std::string why;
-  return make_io_engine(name, bell, depth, &why);
-}
-
 // Bytes that a drive or a file system cannot make smaller.
 void scramble(std::span<std::byte> bytes) {
   std::uint64_t random = 0x9E3779B97F4A7C15u;
@@ -63,7 +58,7 @@ SsdProbe::SsdProbe(const SsdProbeOptions& options, std::string_view io_engine)
     : depth_(depth_of(options)),
       page_bytes_(options.page_bytes),
       memory_(depth_ * options.page_bytes),
-      store_(store_options(options), engine_for(io_engine, &bell_, depth_), &bell_) {
+      store_(store_options(options), make_io_engine(io_engine, &bell_, depth_), &bell_) {
   STRATA_ASSERT(depth_ >= 2);
   store_.register_memory(memory_.bytes());
   for (std::uint32_t i = 0; i < depth_; ++i) buffers_.push_back(i);
@@ -103,9 +98,9 @@ bool SsdProbe::start(Stream& stream, IoOp op) {
   slot.buffer = buffers_.back();
   buffers_.pop_back();
   const std::uint64_t tag = std::uint64_t{place} << 1 | (op == IoOp::write ? 1 : 0);
-  const bool taken = op == IoOp::read
-                         ? store_.read(slot.id, buffer(slot.buffer), slot.version, tag)
-                         : store_.write(slot.id, buffer(slot.buffer), ++slot.version, tag);
+  const bool taken = op == IoOp::read ? store_.read(slot.id, buffer(slot.buffer), slot.version, tag)
+                                      : store_.write(slot.id, {buffer(slot.buffer), page_bytes_},
+                                                     ++slot.version, tag);
   STRATA_ASSERT(taken);
   stream.next = (stream.next + 1) % stream.count;
   ++stream.in_flight;

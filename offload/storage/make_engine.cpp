@@ -52,14 +52,13 @@ std::unique_ptr<IoEngine> try_engine(std::string_view name, Doorbell* bell, std:
 std::unique_ptr<IoEngine> make_io_engine(std::string_view name, Doorbell* bell, std::uint32_t depth,
                                          std::string* why) {
   STRATA_ASSERT(depth > 0);
-  STRATA_ASSERT(why != nullptr);
   if (std::find(kNames.begin(), kNames.end(), name) == kNames.end()) refuse_name(name);
 
   Error error;
   if (name != "auto") {
     auto engine = try_engine(name, bell, depth, &error);
     if (!engine) throw StrataError(std::move(error));
-    *why = "I/O engine " + std::string(name) + ": asked for";
+    if (why != nullptr) *why = "I/O engine " + std::string(name) + ": asked for";
     return engine;
   }
 
@@ -67,6 +66,7 @@ std::unique_ptr<IoEngine> make_io_engine(std::string_view name, Doorbell* bell, 
   for (std::string_view candidate : {"io_uring", "libaio", "threads"}) {
     auto engine = try_engine(candidate, bell, depth, &error);
     if (engine) {
+      if (why == nullptr) return engine;
       *why = "I/O engine " + std::string(candidate) + ": " +
              (refused.empty() ? "the fastest, and this machine has it" : "because " + refused);
       return engine;

@@ -21,9 +21,9 @@ namespace strata {
 // `name` is auto, io_uring, libaio, threads or memory; anything else is refused by naming the
 // nearest. An engine asked for by name that cannot run here is refused with the reason; auto goes
 // on to the next. `bell` may be null (nobody sleeps), `depth` is the number of requests the engine
-// holds.
+// holds, `why` gets a sentence on what was taken.
 std::unique_ptr<IoEngine> make_io_engine(std::string_view name, Doorbell* bell, std::uint32_t depth,
-                                         std::string* why);
+                                         std::string* why = nullptr);
 
 // The engines by themselves; MemoryEngine has a header of its own. Null, with the reason in
 // `error`, where the kernel or a sandbox refuses it.

@@ -23,17 +23,12 @@ StoreOptions options_of(const SavedFiles& saved, std::size_t page_bytes) {
   return options;
 }
 
-std::unique_ptr<IoEngine> engine_of(const std::string& name, Doorbell* bell) {
-  std::string why;
-  return make_io_engine(name, bell, kDepth, &why);
-}
-
 }  // namespace
 
 SavedPages::SavedPages(SavedFiles saved, std::size_t page_bytes, const std::string& io_engine)
     : page_bytes_(page_bytes),
-      store_(options_of(saved, page_bytes), engine_of(io_engine, &bell_), std::move(saved),
-             &bell_) {}
+      store_(options_of(saved, page_bytes), make_io_engine(io_engine, &bell_, kDepth),
+             std::move(saved), &bell_) {}
 
 void SavedPages::read(std::span<const SlotId> slots, std::byte* to) {
   STRATA_ASSERT(to != nullptr || slots.empty());

@@ -23,7 +23,8 @@ class SavedPages final {
   SavedPages(SavedFiles saved, std::size_t page_bytes, const std::string& io_engine);
 
   std::size_t page_bytes() const { return page_bytes_; }
-  // The pages, one behind the other. `to` is aligned to 4096. REQUIRES: no slot is there twice.
+  // What the slots hold, one every page_bytes; what lies behind it stays as it is. `to` is aligned
+  // to 4096. REQUIRES: no slot is there twice.
   void read(std::span<const SlotId> slots, std::byte* to);
 
  private:

@@ -134,7 +134,7 @@ void Store::share(SlotId slot) {
 std::optional<SlotContents> Store::contents(SlotId slot) const {
   const Slot& of = look(slot);
   if (!of.sealed) return std::nullopt;
-  return SlotContents{of.version, of.checksum};
+  return of.contents;
 }
 
 bool Store::start(const Transfer& transfer) {
@@ -151,7 +151,7 @@ bool Store::start(const Transfer& transfer) {
   slot.busy = true;
   if (transfer.op == IoOp::write) {
     slot.sealed = false;
-    slot.version = transfer.version;
+    slot.contents = {.version = transfer.version, .bytes = transfer.bytes};
   }
   (transfer.op == IoOp::write ? unhashed_ : waiting_).push_back(which);
   return true;
@@ -181,7 +181,7 @@ bool Store::hash(Completions& out) {
   do {
     for (; !unhashed_.empty() && left != 0; unhashed_.pop_front(), moved = true, --left) {
       const Transfer& transfer = transfers_[unhashed_.front()];
-      const HashJob job{.bytes = {transfer.buffer, options_.slot_bytes},
+      const HashJob job{.bytes = {transfer.buffer, transfer.bytes},
                         .slot = transfer.slot,
                         .version = transfer.version,
                         .transfer = unhashed_.front()};
@@ -194,7 +194,7 @@ bool Store::hash(Completions& out) {
       if (transfer.op == IoOp::read) {
         finish(done.transfer, check_contents(transfer, done.checksum), out);
       } else {
-        at(transfer.slot).checksum = done.checksum;
+        at(transfer.slot).contents.checksum = done.checksum;
         waiting_.push_back(done.transfer);
       }
     }
@@ -219,7 +219,7 @@ bool Store::submit_waiting(Completions& out) {
                             .file = numbers_[stripe_of(transfer.slot)],
                             .offset = offset_of(transfer.slot) + transfer.moved_bytes,
                             .buffer = transfer.buffer + transfer.moved_bytes,
-                            .bytes = slot_bytes() - transfer.moved_bytes,
+                            .bytes = transfer.bytes - transfer.moved_bytes,
                             .tag = which};
     if (!engine_->submit(request)) break;  // full: what it reaps makes room
   }
@@ -245,8 +245,8 @@ bool Store::reap(Completions& out) {
 void Store::advance(std::uint32_t which, std::int64_t result, Completions& out) {
   Transfer& transfer = transfers_[which];
   STRATA_ASSERT(at(transfer.slot).busy);
-  STRATA_ASSERT(transfer.moved_bytes < slot_bytes());
-  const std::uint32_t left = slot_bytes() - transfer.moved_bytes;
+  STRATA_ASSERT(transfer.moved_bytes < transfer.bytes);
+  const std::uint32_t left = transfer.bytes - transfer.moved_bytes;
 
   // 1. The sign.
   // A request that the kernel handed to a thread of its own is cancelled when its caller's ends.
@@ -275,7 +275,7 @@ void Store::advance(std::uint32_t which, std::int64_t result, Completions& out) 
   transfer.moved_bytes += moved;
   transfer.retries = transfer.errors = 0;
   (transfer.op == IoOp::read ? counters_.read_bytes : counters_.written_bytes) += moved;
-  if (transfer.moved_bytes < slot_bytes()) {
+  if (transfer.moved_bytes < transfer.bytes) {
     waiting_.push_back(which);
   } else if (transfer.op == IoOp::read) {
     unhashed_.push_back(which);
@@ -326,22 +326,23 @@ void Store::finish(std::uint32_t which, std::optional<Error> error, Completions&
 
 std::optional<Error> Store::check_version(const Transfer& transfer) const {
   const Slot& slot = slots_[index(transfer.slot)];
-  if (slot.sealed && slot.version == transfer.version) return std::nullopt;
+  if (slot.sealed && slot.contents.version == transfer.version) return std::nullopt;
   const std::string expected = ": version " + std::to_string(transfer.version) + " was asked for, ";
-  return failure(transfer, Fault::corrupt,
-                 expected + (slot.sealed ? "version " + std::to_string(slot.version) + " is there"
-                                         : "nothing was ever written or the last write failed"),
-                 0);
+  return failure(
+      transfer, Fault::corrupt,
+      expected + (slot.sealed ? "version " + std::to_string(slot.contents.version) + " is there"
+                              : "nothing was ever written or the last write failed"),
+      0);
 }
 
 std::optional<Error> Store::check_contents(const Transfer& transfer, std::uint64_t found) const {
   const Slot& slot = slots_[index(transfer.slot)];
-  if (found == slot.checksum) return std::nullopt;
+  if (found == slot.contents.checksum) return std::nullopt;
   std::array<char, 96> text;
   std::snprintf(
       text.data(), text.size(), ": checksum %016llx was written, %016llx was read (version %llu)",
-      static_cast<unsigned long long>(slot.checksum), static_cast<unsigned long long>(found),
-      static_cast<unsigned long long>(transfer.version));
+      static_cast<unsigned long long>(slot.contents.checksum),
+      static_cast<unsigned long long>(found), static_cast<unsigned long long>(transfer.version));
   Error error = failure(transfer, Fault::corrupt, text.data(), 0);
   error.offset = offset_of(transfer.slot);
   return error;
@@ -365,14 +366,25 @@ void Store::register_memory(std::span<std::byte> memory) {
   if (auto error = engine_->register_memory(memory)) warnings_.push_back(error->text());
 }
 
-bool Store::read(SlotId slot, std::byte* buffer, std::uint64_t version, std::uint64_t tag) {
-  return start({.op = IoOp::read, .slot = slot, .buffer = buffer, .version = version, .tag = tag});
+bool Store::read(SlotId slot, std::byte* to, std::uint64_t version, std::uint64_t tag) {
+  return start({.op = IoOp::read,
+                .slot = slot,
+                .buffer = to,
+                .version = version,
+                .tag = tag,
+                .bytes = look(slot).contents.bytes});
 }
 
-bool Store::write(SlotId slot, const std::byte* buffer, std::uint64_t version, std::uint64_t tag) {
+bool Store::write(SlotId slot, std::span<const std::byte> bytes, std::uint64_t version,
+                  std::uint64_t tag) {
+  STRATA_ASSERT(fits_slot(bytes.size(), options_.slot_bytes));
   // The engine takes one kind of pointer for both directions; a write only reads through it.
-  auto* from = const_cast<std::byte*>(buffer);
-  return start({.op = IoOp::write, .slot = slot, .buffer = from, .version = version, .tag = tag});
+  return start({.op = IoOp::write,
+                .slot = slot,
+                .buffer = const_cast<std::byte*>(bytes.data()),
+                .version = version,
+                .tag = tag,
+                .bytes = static_cast<std::uint32_t>(bytes.size())});
 }
 
 }  // namespace strata

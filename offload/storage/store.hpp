@@ -4,6 +4,7 @@
 // checked, and every slot's contents carry an XXH3 checksum seeded with (slot, version), so a lost,
 // stale, corrupt or misdirected page is seen. The checksums are kept in memory: without them the
 // files mean nothing. What a snapshot holds is written down by its owner, with the files' links.
+// Contents may be shorter than their slot: what lies behind them is neither read nor written.
 //
 // Threads: one caller at a time (the core's lock). Never blocks, except while it is made
 // and destroyed. Its own threads ("strata-hash") compute the checksums, so that the caller spends
@@ -11,7 +12,7 @@
 //
 //   Store store(options, engine, &bell);                 // creates, locks and preallocates files
 //   SlotId slot = store.acquire();
-//   store.write(slot, frame, version, tag);              // false: too many in flight, try later
+//   store.write(slot, page, version, tag);               // false: too many in flight, try later
 //   store.turn(completions);                             // appends what finished
 //
 // Note [Held slots]
@@ -63,7 +64,15 @@ struct StoreCompletion {
 struct SlotContents {
   std::uint64_t version = 0;
   std::uint64_t checksum = 0;
+  std::uint32_t bytes = 0;  // a multiple of kIoAlignment
+
+  friend bool operator==(const SlotContents&, const SlotContents&) = default;
 };
+
+// Whether a slot may hold so many bytes: whole sectors, and no more than it has.
+constexpr bool fits_slot(std::size_t bytes, std::size_t slot_bytes) {
+  return bytes != 0 && bytes % kIoAlignment == 0 && bytes <= slot_bytes;
+}
 
 // Files of another session, with what some of their slots hold.
 struct SavedFiles {
@@ -78,7 +87,7 @@ struct SavedFiles {
 
 // Slots that the files have, those of the shortest one; at least so many where they may be written,
 // for they grow. Throws StrataError (config, no_space, io), and changes nothing, also where a saved
-// slot lies beyond their end.
+// slot lies beyond their end, or holds what no slot can.
 std::uint32_t fit_slots(const SavedFiles& saved, std::size_t slot_bytes, std::uint32_t slots);
 
 struct StoreCounters {
@@ -148,12 +157,13 @@ class Store final {
   void change_files(SavedFiles saved);
 
   // Nothing moves before the next turn(). False: in_flight_max requests are under way.
-  // `buffer` holds slot_bytes, aligned to 4096, and must not change until the completion. A read
-  // asks for the version that was written last; any other contents complete with Fault::corrupt.
-  // After a failed write the slot holds nothing that can be read.
-  // REQUIRES: at most one request in flight for a slot.
-  [[nodiscard]] bool read(SlotId slot, std::byte* buffer, std::uint64_t version, std::uint64_t tag);
-  [[nodiscard]] bool write(SlotId slot, const std::byte* buffer, std::uint64_t version,
+  // The memory is aligned to 4096, and must not change until the completion. A read asks for the
+  // version that was written last, and gets as many bytes as that has; any other contents complete
+  // with Fault::corrupt. After a failed write the slot holds nothing that can be read.
+  // REQUIRES: at most one request in flight for a slot; a write has a multiple of kIoAlignment
+  // bytes, and no more than slot_bytes.
+  [[nodiscard]] bool read(SlotId slot, std::byte* to, std::uint64_t version, std::uint64_t tag);
+  [[nodiscard]] bool write(SlotId slot, std::span<const std::byte> bytes, std::uint64_t version,
                            std::uint64_t tag);
 
   // Submits, reaps, retries and verifies; appends finished requests. True when anything moved. What
@@ -184,10 +194,9 @@ class Store final {
   struct Slot {
     bool acquired = false;
     bool busy = false;    // a transfer that is not idle names it
-    bool sealed = false;  // holds the contents that version and checksum describe
+    bool sealed = false;  // it can be read
     std::uint32_t holders = 0;
-    std::uint64_t version = 0;
-    std::uint64_t checksum = 0;
+    SlotContents contents = {};
   };
   // One request of the caller, on its way through one or several requests to the engine.
   struct Transfer {
@@ -196,6 +205,7 @@ class Store final {
     std::byte* buffer = nullptr;
     std::uint64_t version = 0;
     std::uint64_t tag = 0;
+    std::uint32_t bytes = 0;
     std::uint32_t moved_bytes = 0;  // a multiple of kIoAlignment
     std::uint32_t retries = 0;      // since bytes last moved
     std::uint32_t errors = 0;       // likewise
@@ -243,7 +253,6 @@ class Store final {
   }
   // All stripes have one length, so the last row of slots may be longer than was asked.
   std::uint64_t stripe_bytes(std::size_t slots) const;
-  std::uint32_t slot_bytes() const { return static_cast<std::uint32_t>(options_.slot_bytes); }
 
   StoreOptions options_;
   std::vector<std::string> warnings_;

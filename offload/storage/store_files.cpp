@@ -19,8 +19,10 @@ std::uint32_t fit_slots(const SavedFiles& saved, std::size_t slot_bytes, std::ui
     refuse("these files have more slots than there are numbers");
   }
   for (const SavedFiles::Slot& kept : saved.slots) {
-    if (index(kept.slot) < slots_there()) continue;
-    refuse("slot " + std::to_string(index(kept.slot)) + " lies beyond the end of the files");
+    const std::string name = "slot " + std::to_string(index(kept.slot));
+    if (index(kept.slot) >= slots_there()) refuse(name + " lies beyond the end of the files");
+    if (fits_slot(kept.contents.bytes, slot_bytes)) continue;
+    refuse(name + " cannot hold " + std::to_string(kept.contents.bytes) + " bytes");
   }
   lengthen(saved.files, ceil_div(grown, stripes) * slot_bytes);
   return static_cast<std::uint32_t>(slots_there());
@@ -57,8 +59,7 @@ void Store::take_contents(const SavedFiles& saved) {
     STRATA_ASSERT(slot.holders == 0 && kept.holders != 0);
     slot.sealed = true;
     slot.holders = kept.holders;
-    slot.version = kept.contents.version;
-    slot.checksum = kept.contents.checksum;
+    slot.contents = kept.contents;
   }
   const bool only_read = !files_.front()->writable();
   std::erase_if(free_slots_, [&](SlotId slot) { return only_read || held(slot); });

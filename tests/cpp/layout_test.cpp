@@ -209,6 +209,36 @@ TEST(Layout, NoTwoElementsShareASpot) {
   });
 }
 
+// Of every page: its last element ends where the bytes in it do.
+TEST(Layout, APageSaysHowManyOfItsBytesAreUsed) {
+  for_seeds(100, [](std::uint64_t seed) {
+    std::mt19937_64 random(seed);
+    const Layout layout =
+        make_layout(random_modes_model(random), kPageSizes[seed % kPageSizes.size()]);
+    std::vector<std::size_t> ends(layout.page_count, 0);
+    for (const Chunk& chunk : layout.chunks) {
+      const bool coded = layout.segments[chunk.segment].stored.has_value();
+      for (std::size_t r = 0; r < kRoleCount; ++r) {
+        const auto role = static_cast<Role>(r);
+        if (layout.spot(chunk, role, 0).page == kNoPage) continue;
+        const std::size_t per_page = layout.elements_per_page(chunk, role);
+        for (std::size_t element = 0; element < chunk.elements; ++element) {
+          const std::size_t next = element + 1;  // only the last one of a page matters
+          if (next % per_page != 0 && next != chunk.elements) continue;
+          const Spot spot = layout.spot(chunk, role, element);
+          const std::size_t end =
+              coded ? layout.page_bytes : spot.byte + layout.element_bytes(chunk, role);
+          std::size_t& known = ends[index(spot.page)];
+          known = std::max(known, end);
+        }
+      }
+    }
+    for (std::uint32_t i = 0; i < layout.page_count; ++i) {
+      EXPECT_EQ(layout.bytes_in(PageId{i}), ends[i]) << "page " << i;
+    }
+  });
+}
+
 TEST(Layout, EveryBlockHasItsOwnScale) {
   int with_scales = 0;
   for_seeds(100, [&](std::uint64_t seed) {

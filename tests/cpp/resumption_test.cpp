@@ -2,7 +2,6 @@
 // rest. Nothing is read before it is used, and nothing that a snapshot holds is overwritten.
 #include "engine/resumption.hpp"
 
-#include <fcntl.h>
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -10,101 +9,12 @@
 #include <ostream>
 
 #include "adoptions.hpp"
-#include "engine/ranks/ownership.hpp"
-#include "io_fixtures.hpp"
-#include "offload/storage/saved_pages.hpp"
-#include "session_fixtures.hpp"
+#include "left_snapshots.hpp"
 
 namespace strata {
 namespace {
 
 namespace fs = std::filesystem;
-
-// A snapshot, and the name that its run gave to the page file.
-struct Linked {
-  std::string folder;
-  std::string name;
-  Layout layout;
-  Snapshot snapshot;
-
-  std::vector<SavedFiles::Slot> slots() const {
-    std::vector<SavedFiles::Slot> slots;
-    const auto add = [&slots](const SavedSlot& saved) {
-      slots.push_back({.slot = saved.slot, .contents = saved.contents});
-    };
-    std::ranges::for_each(snapshot.pages, add);
-    std::ranges::for_each(snapshot.frames, add);
-    std::ranges::for_each(snapshot.scales, add);
-    return slots;
-  }
-  // Those of the roles that are no gradient.
-  std::vector<LeftState::PageAt> pages() const {
-    std::vector<LeftState::PageAt> pages;
-    for (const SavedPage& saved : snapshot.pages) {
-      if (layout.role_of[index(saved.page)] == Role::grad) continue;
-      pages.push_back({saved.page, saved.slot});
-    }
-    return pages;
-  }
-  // As the scale area of a session has them.
-  std::vector<std::byte> scales() const {
-    const Ownership owns = share_chunks(layout, 0, 1);
-    std::vector<std::byte> all(owns.scale_bytes);
-    for (const SavedScales& at : snapshot.scales_at) {
-      const std::vector<std::byte> page = read(snapshot.scales[at.page].slot);
-      std::copy_n(page.data() + at.byte, layout.scale_bytes(layout.chunks[at.chunk]),
-                  all.data() + owns.scales[at.chunk]);
-    }
-    return all;
-  }
-  std::vector<std::byte> read(SlotId slot) const {
-    PageFiles files = open_page_files({folder}, {name}, Existing::to_read);
-    SavedPages pages({std::move(files), slots()}, kPage, "threads");
-    AlignedBuffer page(kPage);
-    const std::vector<SlotId> one{slot};
-    EXPECT_NO_THROW(pages.read(one, page.data()));
-    return {page.data(), page.data() + kPage};
-  }
-  // Every page is as it was.
-  void verify() const {
-    for (const SavedFiles::Slot& slot : slots()) read(slot.slot);
-  }
-};
-
-// Takes one behind the last step, and links the file.
-Linked take(Session& session, const std::string& name) {
-  session.reserve_snapshots(2);
-  const std::string folder = session.config().ssd_paths[0];
-  Linked linked{folder, "links/" + name, session.residence().layout,
-                session.snapshot(session.begin_snapshot(2))};
-  EXPECT_TRUE(session.keep_pages_linkable());
-  fs::create_directories(folder + "/links");
-  for (const int file : session.page_files()) {
-    EXPECT_TRUE(link_file(file, folder + "/" + linked.name));
-    close(file);
-  }
-  return linked;
-}
-
-// The first is the one to go on from.
-LeftState left_by(const std::vector<Linked>& all) {
-  LeftState left;
-  left.files = open_page_files({all[0].folder}, {all[0].name}, Existing::to_write);
-  for (const Linked& linked : all) left.snapshots.push_back(linked.slots());
-  left.pages = all[0].pages();
-  left.scales = all[0].scales();
-  return left;
-}
-
-void set_steps(Session& session, const Snapshot& snapshot) {
-  for (const SavedRun& run : snapshot.runs) session.set_step(run.param, run.step);
-}
-
-std::vector<std::uint64_t> resume(Session& session, const std::vector<Linked>& all) {
-  std::vector<std::uint64_t> numbers = session.resume(left_by(all));
-  set_steps(session, all[0].snapshot);
-  return numbers;
-}
 
 std::uint64_t moved(Session& session, Link link) {
   return session.stats().link_bytes[static_cast<std::size_t>(link)];
@@ -207,6 +117,29 @@ TEST_P(Resumed, IsTakenAndResumedAgain) {
   fill(session);
   resume(session, left);
   EXPECT_EQ(contents(session), expected(7));
+}
+
+TEST_P(Resumed, TakesSlotsThatHoldAllOfAPage) {  // as older versions wrote them
+  std::vector<Linked> left = ended({2});
+  hold_instead(left[0], [](std::size_t) { return kPage; });
+  Session session(config());
+  fill(session);
+  arrange(session);
+  resume(session, left);
+  train(session, 3);
+  EXPECT_EQ(contents(session), expected(5));
+}
+
+TEST_P(Resumed, RefusesSlotsThatHoldLessThanTheirPage) {
+  std::vector<Linked> left = ended({2});
+  hold_instead(left[0], [](std::size_t bytes) { return bytes - kIoAlignment; });
+  Session session(config());
+  fill(session);
+  arrange(session);
+  train(session, 1);
+  EXPECT_THROW(resume(session, left), StrataError);
+  train(session, 2);
+  EXPECT_EQ(contents(session), expected(3));
 }
 
 TEST_P(Resumed, OverwritesNothingThatAnotherSnapshotHas) {

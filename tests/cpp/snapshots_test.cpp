@@ -89,9 +89,9 @@ std::map<PageId, std::vector<std::byte>> bytes_of(const Snapshot& snapshot,
   const int file = open(swap_files(folder).at(0).c_str(), O_RDONLY | O_CLOEXEC);
   for (const SavedPage& saved : snapshot.pages) {
     std::vector<std::byte>& bytes = pages[saved.page];
-    bytes.resize(kPage);
+    bytes.resize(saved.contents.bytes);
     const auto at = static_cast<off_t>(index(saved.slot) * kPage);
-    EXPECT_EQ(pread(file, bytes.data(), kPage, at), static_cast<ssize_t>(kPage));
+    EXPECT_EQ(pread(file, bytes.data(), bytes.size(), at), static_cast<ssize_t>(bytes.size()));
   }
   close(file);
   return pages;

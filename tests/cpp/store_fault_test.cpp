@@ -86,7 +86,7 @@ TEST(StoreFaultTest, ErrorsThatPassAreRetriedAfterAPause) {
   AlignedBuffer page(kSlot);
   page.fill(1);
   std::vector<StoreCompletion> done;
-  ASSERT_TRUE(store.write(slot, page.data(), 1, 7));
+  ASSERT_TRUE(store.write(slot, page.span(), 1, 7));
   while (store.turn(done)) {
   }
   EXPECT_EQ(disk.requests(), 1U) << "it was asked again at once";
@@ -233,7 +233,7 @@ void chaos(std::uint64_t seed, int hash_threads) {
       page.buffer.fill(reads ? 0 : which * 1000 + page.version + 1);
       const std::uint64_t version = reads ? page.version : ++page.version;
       ASSERT_TRUE(reads ? store.read(page.slot, page.buffer.data(), version, which)
-                        : store.write(page.slot, page.buffer.data(), version, which));
+                        : store.write(page.slot, page.buffer.span(), version, which));
       page.busy = true;
       page.reading = reads;
       ++asked;

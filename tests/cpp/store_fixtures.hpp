@@ -54,7 +54,7 @@ inline std::vector<StoreCompletion> finish(Store& store, std::size_t count) {
 
 inline std::optional<Error> write(Store& store, SlotId slot, AlignedBuffer& from,
                                   std::uint64_t version) {
-  EXPECT_TRUE(store.write(slot, from.data(), version, 1));
+  EXPECT_TRUE(store.write(slot, from.span(), version, 1));
   return finish(store, 1).at(0).error;
 }
 

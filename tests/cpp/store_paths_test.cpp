@@ -143,7 +143,7 @@ TEST(StorePathsTest, ATmpfsWorksWithAWarning) {
   page.fill(3);
   const SlotId slot = store->acquire().value();
   std::vector<StoreCompletion> done;
-  ASSERT_TRUE(store->write(slot, page.data(), 1, 0));
+  ASSERT_TRUE(store->write(slot, page.span(), 1, 0));
   while (done.size() < 1) store->turn(done);
   ASSERT_TRUE(store->read(slot, back.data(), 1, 0));
   while (done.size() < 2) store->turn(done);

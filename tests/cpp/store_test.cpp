@@ -50,7 +50,7 @@ TEST_P(StoreRoundTrip, EveryPageComesBackFromItsStripe) {
 
     std::size_t done = 0;
     for (std::uint32_t i = 0; i < kSlots; ++i) {
-      while (!store.write(slots[i], pages[i].data(), 10 + i, i)) {
+      while (!store.write(slots[i], pages[i].span(), 10 + i, i)) {
         for (const StoreCompletion& seen : finish(store, 1)) {
           EXPECT_EQ(text_of(seen.error), "(no error)");
           ++done;
@@ -95,11 +95,30 @@ TEST(StoreTest, SaysWhenSlotsOrTransfersAreUsedUp) {
   EXPECT_EQ(store.acquire(), SlotId{3});
 
   AlignedBuffer page(kSlot);
-  for (std::uint32_t i = 0; i < 4; ++i) EXPECT_TRUE(store.write(SlotId{i}, page.data(), 1, i));
+  for (std::uint32_t i = 0; i < 4; ++i) EXPECT_TRUE(store.write(SlotId{i}, page.span(), 1, i));
   EXPECT_EQ(store.in_flight(), 4u);
-  EXPECT_FALSE(store.write(SlotId{4}, page.data(), 1, 4));
+  EXPECT_FALSE(store.write(SlotId{4}, page.span(), 1, 4));
   finish(store, 4);
-  EXPECT_TRUE(store.write(SlotId{4}, page.data(), 1, 4));
+  EXPECT_TRUE(store.write(SlotId{4}, page.span(), 1, 4));
+}
+
+// Neither the disk nor the reader's memory is touched behind what the slot holds.
+TEST(StoreTest, ContentsMayBeShorterThanTheirSlot) {
+  Store store(options_for({}), engine_named("memory"));
+  const SlotId slot = store.acquire().value();
+  AlignedBuffer page(kSlot), seen(kSlot), untouched(kSlot);
+  page.fill(1);
+  EXPECT_EQ(text_of(write(store, slot, page, 1)), "(no error)");
+  page.fill(2);
+  ASSERT_TRUE(store.write(slot, page.span().first(kIoAlignment), 2, 0));
+  EXPECT_EQ(text_of(finish(store, 1).at(0).error), "(no error)");
+  EXPECT_EQ(store.contents(slot).value().bytes, kIoAlignment);
+  EXPECT_EQ(text_of(read(store, slot, seen, 2)), "(no error)");
+  EXPECT_TRUE(std::equal(seen.data(), seen.data() + kIoAlignment, page.data()));
+  EXPECT_TRUE(
+      std::equal(seen.data() + kIoAlignment, seen.data() + kSlot, untouched.data() + kIoAlignment));
+  EXPECT_EQ(store.counters().written_bytes, kSlot + kIoAlignment);
+  EXPECT_EQ(store.counters().read_bytes, kIoAlignment);
 }
 
 TEST(StoreTest, AReadAsksForTheVersionThatIsThere) {
@@ -189,7 +208,7 @@ TEST(StoreTest, EndsWithRequestsInFlight) {
       options.hash_threads = hash_threads;
       Store store(options, engine_named("threads"), &bell);
       for (std::uint64_t i = 0; i < 4; ++i) {
-        ASSERT_TRUE(store.write(store.acquire().value(), page.data(), 1, i));
+        ASSERT_TRUE(store.write(store.acquire().value(), page.span(), 1, i));
       }
       std::vector<StoreCompletion> done;
       store.turn(done);
@@ -211,7 +230,8 @@ TEST(StoreTest, RingsForEverythingThatTurnLeftUnderWay) {
     for (std::uint32_t i = 0; i < 100; ++i) {
       std::byte* const page = pages.data() + i * kSlot;
       const SlotId slot = version == 1 ? store.acquire().value() : SlotId{i};
-      ASSERT_TRUE(version == 1 ? store.write(slot, page, 1, i) : store.read(slot, page, 1, i));
+      ASSERT_TRUE(version == 1 ? store.write(slot, {page, kSlot}, 1, i)
+                               : store.read(slot, page, 1, i));
     }
     std::vector<StoreCompletion> done;
     while (done.size() < 100) {

@@ -134,7 +134,9 @@ TEST(Strangers, PlacesInPageFilesAreReadOrRefused) {
       const SlotId slot{static_cast<std::uint32_t>(wide)};
       if (std::ranges::find(slots, slot) != slots.end()) continue;
       slots.push_back(slot);
-      kept.push_back({.slot = slot, .contents = {random(), random()}});
+      const std::uint64_t held = random() % 3 == 0 ? random() : kPage;
+      kept.push_back(
+          {.slot = slot, .contents = {random(), random(), static_cast<std::uint32_t>(held)}});
     }
     const SlotId other{static_cast<std::uint32_t>(random() % 9)};
     const bool has = std::ranges::find(slots, other) != slots.end();

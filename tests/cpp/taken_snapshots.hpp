@@ -168,7 +168,7 @@ class TakenSnapshots final {
     }
     const std::size_t count = std::min(run.count - done, per_page - at % per_page);
     if (found == nullptr) return {nullptr, count};
-    const auto page = disk.subspan(index(found->slot) * layout.page_bytes, layout.page_bytes);
+    const auto page = disk.subspan(index(found->slot) * layout.page_bytes, found->contents.bytes);
     if (checksum(page, found->slot, found->contents.version) != found->contents.checksum) {
       return {nullptr, count};
     }
@@ -184,7 +184,7 @@ class TakenSnapshots final {
     std::vector<std::byte> page(layout.page_bytes);
     const auto saved = std::ranges::lower_bound(snapshot.pages, spot.page, {}, &SavedPage::page);
     if (saved != snapshot.pages.end() && saved->page == spot.page) {
-      const auto bytes = disk.subspan(index(saved->slot) * page.size(), page.size());
+      const auto bytes = disk.subspan(index(saved->slot) * page.size(), saved->contents.bytes);
       if (checksum(bytes, saved->slot, saved->contents.version) != saved->contents.checksum) {
         return may_be_damaged ? "" : "overwritten: ";  // a loader notices
       }

@@ -73,6 +73,33 @@ TEST(Transfers, AFailedUploadLeavesNothingAndSaysWhere) {
   EXPECT_EQ(core.moved_pages(Link::upload), 0U);
 }
 
+// What lies behind the bytes in use moves over no link, but for the rest of a sector.
+TEST(Transfers, OnlyWhatIsUsedOfAPageMoves) {
+  constexpr std::uint32_t kUsed = 2 * kIoAlignment - 100, kMoved = 2 * kIoAlignment;
+  SmallCore core({Tier::ssd, Tier::host}, {.staging = 1, .spare_slots = 1});
+  for (const PageId page : {kA, kB}) {
+    core.table.set_bytes(page, kUsed);
+    core.write(page, 5);
+  }
+  core.flush();
+  EXPECT_EQ(core.transfers->bytes(Link::write), kMoved);
+  const SlotId slot = core.acquire_slot();
+  core.transfers->save(kB, slot, Requester::snapshots);
+  core.transfers->move(kB, Tier::host, FrameId{0}, Requester::loads);
+  core.settle();
+  EXPECT_EQ(core.transfers->bytes(Link::write), 2 * kMoved);
+  EXPECT_EQ(core.transfers->bytes(Link::upload), kMoved);
+  EXPECT_EQ(core.store().contents(slot).value().bytes, kMoved);
+  EXPECT_EQ(core.store().counters().written_bytes, 2 * kMoved);
+  EXPECT_TRUE(core.cache->shrink_staging(kA));  // it is read again
+  core.cache->grow_staging();
+  const Pin pin = core.open(kA, Intent::read);
+  EXPECT_TRUE(std::all_of(pin.bytes(), pin.bytes() + kUsed,
+                          [](std::byte byte) { return byte == std::byte{5}; }));
+  const std::byte* const on_device = core.device.memory->address(FrameId{0});
+  EXPECT_TRUE(std::equal(on_device, on_device + kUsed, pin.bytes()));
+}
+
 // Each requester is told of its own transfers, and of no others.
 TEST(Transfers, CompletionsGoBackToWhoAsked) {
   SmallCore core({Tier::host, Tier::ssd}, {.device_frames = 2});

@@ -28,7 +28,7 @@ inline std::string difference(const Config& config, const Layout& layout,
   const std::vector<std::byte> zero(layout.page_bytes);
   std::map<PageId, std::span<const std::byte>> found;
   for (const SavedPage& saved : pages) {
-    const auto bytes = disk.subspan(index(saved.slot) * zero.size(), zero.size());
+    const auto bytes = disk.subspan(index(saved.slot) * zero.size(), saved.contents.bytes);
     if (checksum(bytes, saved.slot, saved.contents.version) != saved.contents.checksum) {
       return "page " + std::to_string(index(saved.page)) + " is not whole";
     }

@@ -19,7 +19,7 @@ import torch
 from strata._core import SavedPages
 from strata._storage.checkpoint_files import read_manifest
 from strata._storage.snapshot_files import LINKS
-from strata._storage.snapshot_pages import copy_snapshot, page_paths, pages_of, slots_of
+from strata._storage.snapshot_pages import bytes_of, copy_snapshot, page_paths, slots_of
 from strata._storage.snapshot_series import remove_snapshot, snapshots_of
 from test_checkpoint import Case, llama
 from test_snapshot import HOST, MODES, SSD, drive, links
@@ -56,11 +56,11 @@ def verify(folder: Path) -> None:
     """Every page that a snapshot names is as it was."""
     manifest = read_manifest(folder)
     paths = page_paths(manifest, folder)
-    slots = {page[0]: (page[0], page[1], page[2]) for page in pages_of(manifest)}
-    pages = SavedPages(["/"] * len(paths), paths, manifest["page_bytes"], list(slots.values()))
+    slots = slots_of(manifest)
+    pages = SavedPages(["/"] * len(paths), paths, manifest["page_bytes"], slots)
     memory = torch.empty(manifest["page_bytes"] + 4096, dtype=torch.uint8)
     address = memory.data_ptr() + -memory.data_ptr() % 4096
-    for slot in slots:
+    for slot, *_ in slots:
         pages.read([slot], address)
 
 
@@ -95,7 +95,7 @@ def test_it_goes_on_bit_for_bit_and_reads_nothing_ahead(
         assert strata.load(again.model, run) == {"batch": 2}
         assert ADOPTED in (why := told()), why
         pages = read_manifest(snapshots_of(run)[0])
-        size = len(slots_of(pages)) * pages["page_bytes"]
+        size = bytes_of(pages)
         assert read_bytes(again) - before < size / 3, "more than the next step's first units"
         assert again.train(3) == after
         assert all(map(torch.equal, again.masters(), last))

@@ -12,7 +12,7 @@ import pytest
 from rank_server import Outcome, Ranks
 from strata._cli import main as cli
 from strata._storage.checkpoint_files import read_manifest
-from strata._storage.snapshot_files import LINKS
+from strata._storage.snapshot_files import FORMAT, LINKS
 from strata._storage.snapshot_series import snapshots_of
 from test_rank_saves import each
 from test_rank_snapshots import (
@@ -22,7 +22,8 @@ from test_rank_snapshots import (
     kill_in_a_commit,
     step_that_trains_on,
 )
-from test_ranks import same, thorough
+from test_ranks import same
+from variants import thorough
 
 EACH = "ab"  # by rank: its machine
 TWICE = "aabb"
@@ -84,7 +85,7 @@ def test_machines_share_nothing_but_the_network(
     folders = [tmp_path / machine / "run" / "step-000002" for machine in machines]
     assert each(taken, "folder") == [str(folder) for folder in folders]
     manifest = read_manifest(folders[0])
-    assert manifest["snapshot"] == 4
+    assert manifest["snapshot"] == FORMAT
     assert manifest["machines"] == list(machines)
     for folder in folders:
         assert read_manifest(folder) == manifest

@@ -18,9 +18,10 @@ from strata._storage import snapshot_links
 from strata._storage.checkpoint_files import CheckpointError, read_manifest, write_manifest
 from strata._storage.snapshot_files import LINKS
 from strata._storage.snapshot_links import Links
-from strata._storage.snapshot_pages import copy_snapshot
+from strata._storage.snapshot_pages import copy_snapshot, slots_of
 from strata._storage.snapshot_series import remove_snapshot, snapshots_of
 from test_checkpoint import Case, llama
+from variants import thorough
 
 SSD = {"device": "512KiB", "host": "4MiB", "ssd": "256MiB"}
 HOST = {"device": "8MiB", "host": "32MiB", "ssd": "256MiB"}
@@ -47,9 +48,7 @@ def disk(tmp_path: Path) -> Path:
     return drive(tmp_path, "drive")
 
 
-@pytest.mark.parametrize(
-    "memory", [SSD, pytest.param(HOST, marks=pytest.mark.thorough)], ids=["ssd", "host"]
-)
+@pytest.mark.parametrize("memory", [SSD, thorough(HOST)], ids=["ssd", "host"])
 @pytest.mark.parametrize("mode", MODES, ids=["on_step", "in_backward", "lock_free", "8bit"])
 def test_a_snapshot_continues_bit_for_bit(
     tmp_path: Path, disk: Path, memory: dict[str, str], mode: dict[str, Any]
@@ -257,6 +256,46 @@ def test_damaged_manifests_change_nothing(tmp_path: Path, disk: Path) -> None:
     case.close()
 
 
+@pytest.mark.parametrize("memory", [HOST, SSD])
+def test_only_what_is_used_of_a_page_is_written(
+    tmp_path: Path, disk: Path, memory: dict[str, str]
+) -> None:
+    """Of units that do not fill their pages, and of no more than the rest of a sector."""
+    case = Case(disk, memory, llama(), page_size="64KiB")
+    case.train(1)
+    folder = strata.snapshot(case.model, tmp_path / "run").wait()
+    state = 12 * sum(p.numel() for p in case.model.parameters())  # float32, and two moments
+    sizes = [size for *_, size in slots_of(read_manifest(folder))]
+    assert state <= sum(sizes) < state + 4096 * len(sizes) < 65536 * len(sizes)
+    if memory is HOST:
+        assert case.state.session.stats()["snapshot_bytes"] == sum(sizes)
+    copy_snapshot(folder, tmp_path / "copy")
+    after = case.train(2)
+    case.close()
+    for where in (tmp_path / "run", tmp_path / "copy"):
+        again = Case(drive(tmp_path, "other"), HOST, llama(), page_size="128KiB")
+        strata.load(again.model, where)
+        assert again.train(2) == after
+        again.close()
+
+
+@pytest.mark.parametrize("size", [0, 100, 4096, 65536, 1 << 40])
+def test_a_page_has_a_number_of_bytes_that_its_elements_need(
+    tmp_path: Path, disk: Path, size: int
+) -> None:
+    case = Case(disk, SSD, llama(), page_size="64KiB")
+    case.train(1)
+    folder = strata.snapshot(case.model, tmp_path / "run").wait()
+    manifest = read_manifest(folder)
+    page = next(p for c in manifest["chunks"] for p in c["exp_avg"][2] if p[3:] and p[3] > 4096)
+    page[3] = size
+    write_manifest(folder, manifest)
+    with pytest.raises(CheckpointError, match=r"number of bytes|fewer bytes"):
+        strata.load(case.model, tmp_path / "run")
+    case.train(1)
+    case.close()
+
+
 def damage(manifest: dict[str, Any]) -> None:
     """Changes one value of it, somewhere below what says where pages lie."""
     place: Any = manifest
@@ -322,7 +361,7 @@ def test_without_hard_links_pages_are_copied(
 
 @pytest.mark.parametrize(
     "seconds",
-    [0.05, 0.3, *(pytest.param(s, marks=pytest.mark.thorough) for s in (0.0, 0.02, 0.1, 0.6))],
+    [0.05, 0.3, *(thorough(s) for s in (0.0, 0.02, 0.1, 0.6))],
 )
 def test_a_killed_run_goes_on_from_the_newest_complete_one(tmp_path: Path, seconds: float) -> None:
     disk = drive(tmp_path, "drive")

@@ -11,7 +11,7 @@ from strata._cli import main as cli
 from strata._storage import snapshot_pages
 from strata._storage.checkpoint_files import read_manifest
 from strata._storage.snapshot_files import LINKS
-from strata._storage.snapshot_pages import pages_of
+from strata._storage.snapshot_pages import slots_of
 from test_checkpoint import Case, llama
 from test_snapshot import HOST, SSD, disk, drive, links
 
@@ -155,7 +155,7 @@ def test_a_copy_is_whole_or_says_why_not(
     folder = strata.snapshot(case.model, tmp_path / "run", keep=1).wait()
     manifest = read_manifest(folder)
     with open(next((disk / LINKS).glob("*.pages")), "r+b") as file:
-        file.seek(pages_of(manifest)[0][0] * manifest["page_bytes"] + 7)
+        file.seek(slots_of(manifest)[0][0] * manifest["page_bytes"] + 7)
         file.write(b"\x55")
     assert cli.main(["snapshots", "copy", str(folder), str(tmp_path / "copy")]) == 1
     assert "checksum" in capsys.readouterr().out

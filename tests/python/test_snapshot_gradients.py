@@ -12,12 +12,13 @@ import torch
 from strata._core import Hasher
 from strata._storage.checkpoint_files import CheckpointError, read_manifest, write_manifest
 from strata._storage.snapshot_adopt import adopt
-from strata._storage.snapshot_files import SCALES_FORMAT
+from strata._storage.snapshot_files import FORMAT
 from strata._storage.snapshot_pages import copy_snapshot, page_paths, slots_of
 from strata._storage.snapshot_series import remove_snapshot, snapshots_of
 from strata._storage.together import Together
 from test_checkpoint import Case, llama
 from test_snapshot import HOST, SSD, drive
+from variants import quick_first
 
 ALL_RESIDENT = {"device": "32MiB", "host": "32MiB", "ssd": "256MiB"}
 SUMS: dict[str, Any] = {"gradient_accumulation_steps": 3}
@@ -29,12 +30,6 @@ CASES: list[tuple[dict[str, str], dict[str, Any]]] = [
     (ALL_RESIDENT, {}),
     (SSD, {"state_dtype": "8bit"} | SUMS),
 ]
-
-
-def quick_first(cases: list[Any], count: int) -> list[Any]:
-    """Parameters of a test, of which all but the first ones are thorough."""
-    slow = [pytest.param(*case, marks=pytest.mark.thorough) for case in cases[count:]]
-    return [pytest.param(*case) for case in cases[:count]] + slow
 
 
 def backward(case: Case, count: int) -> list[float]:
@@ -53,7 +48,7 @@ def windows(case: Case, first: int, count: int) -> list[float]:
     for window in range(count):
         losses += backward(case, 3 - first if window == 0 else 3)
         case.optimizer.step()
-        losses.append(case.state.last_step["norm"])
+        losses.append(case.state.steps.last["norm"])
         case.optimizer.zero_grad()
     return losses
 
@@ -260,7 +255,7 @@ def test_older_formats_load(tmp_path: Path, version: int, mode: dict[str, Any]) 
     folder = strata.snapshot(case.model, tmp_path / "run").wait()
     after = case.train(2)
     manifest = read_manifest(folder)
-    assert (manifest["snapshot"] == SCALES_FORMAT) == bool(mode)
+    assert manifest["snapshot"] == FORMAT
     _list_scales(manifest)
     if version == 1:
         for chunk in manifest["chunks"]:
@@ -278,9 +273,9 @@ def test_older_formats_load(tmp_path: Path, version: int, mode: dict[str, Any]) 
         strata.load(again.model, tmp_path / "run")
         assert again.train(2) == after
         again.close()
-    write_manifest(folder, manifest | {"snapshot": SCALES_FORMAT + 1})
+    write_manifest(folder, manifest | {"snapshot": FORMAT + 1})
     last = Case(tmp_path / "drive", SSD, llama(), **mode)
-    with pytest.raises(CheckpointError, match=f"version {SCALES_FORMAT + 1}"):
+    with pytest.raises(CheckpointError, match=f"version {FORMAT + 1}"):
         strata.load(last.model, tmp_path / "run")
     last.close()
 
@@ -303,7 +298,7 @@ def _put_scales_into_the_state(folder: Path, manifest: dict[str, Any]) -> None:
     page_bytes, state = manifest["page_bytes"], folder / "state.bin"
     raw = b""
     with open(page_paths(manifest, folder)[0], "rb") as file:
-        for slot, _, _ in manifest["scales"]:
+        for slot, *_ in manifest["scales"]:
             file.seek(slot * page_bytes)
             raw += file.read(page_bytes)
     digest = Hasher()

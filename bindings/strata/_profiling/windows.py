@@ -21,8 +21,9 @@ measured beforehand is not that: caches are warmer in training, the disk was bus
 that was timed was cold. So each resource counts with the best that it reached in any window of this
 run, and with what was measured beforehand where that was better:
   links, optimizer  what a step must move ÷ rate, where the rate of a window is what it moved ÷ its
-                    busy time. It moved what its steps must, at least, and was busy no longer than
-                    they took: so this is no more than a step of the window took.
+                    busy time. What its steps must move counts where it moved less (on paper pages
+                    are full; of others less moves). It was busy no longer than its steps took: so
+                    this is no more than a step of the window took.
   computation       the least that a step of any window computed, which is part of its time.
   all together      what lanes take from each other is a claim too, and the hardest to measure. A
                     step of some window took T, so that nothing which a step needs takes longer.

@@ -28,12 +28,11 @@ from .snapshot_context import parts_of, rule_of
 from .snapshot_files import LINKS, ROLES, check_drives, drives_by_rank
 from .snapshot_gradients import waits
 from .snapshot_links import link_owner
-from .snapshot_pages import pages_of
+from .snapshot_pages import Slot, slots_of
 from .stored import stored_tensors
 from .together import Together
 
 Chunk = dict[str, Any]
-Slot = tuple[int, int, int]  # with version and checksum
 Scales = Callable[[Chunk, int, int], torch.Tensor]
 """Those of a chunk's first elements, by moment and number of elements."""
 
@@ -222,14 +221,14 @@ def _held_by(owner: Path, identity: str, place: str, manifest: dict[str, Any]) -
         check_drives(other, owner)
         same = other["id"] == identity and other["page_bytes"] == manifest["page_bytes"]
         rank = _rank_at(other, place)
-        slots = {s: (s, version, checksum) for s, version, checksum in pages_of(other, rank)}
+        slots = slots_of(other, rank)
     except (CheckpointError, KeyError, TypeError, ValueError, IndexError) as error:
         raise _RefusedError(
             f"another snapshot in its page files cannot be read: {error}"
         ) from error
     if not same:
         raise _RefusedError(f"{owner} is another snapshot than the one that has the links")
-    return list(slots.values())
+    return slots
 
 
 def _rank_at(manifest: dict[str, Any], place: str) -> int:

@@ -11,8 +11,8 @@ from itertools import pairwise
 from typing import Any, NoReturn
 
 from .._config.choices import DTYPES
-from .snapshot_files import GRAD, ROLES
-from .snapshot_form import ELEMENT_BYTES, MOMENT_BLOCK
+from .snapshot_files import GRAD, ROLES, bytes_held
+from .snapshot_form import ALIGNMENT, ELEMENT_BYTES, MOMENT_BLOCK
 from .stored import StoredTensor
 
 RULES = ("adamw", "adam", "sgd", "lion", "adagrad", "foreign")
@@ -44,12 +44,12 @@ def check_chunks(manifest: Manifest, tensors: list[StoredTensor], fail: Fail) ->
         if not _has_scales(manifest, chunk, end):
             fail("the scales of a chunk lie nowhere")
         if (page := chunk["scale_page"]) is not None:
-            found = _check_pages([page], set(), fail)
+            found = _check_pages([page], set(), size, fail)
             of_scales.setdefault(chunk.get("rank", 0), set()).update(found)
         for role in roles_of(chunk):
-            mine |= _check_role(chunk[role], end, slots, size, fail)
+            mine |= _check_role(manifest, chunk, role, end, slots, fail)
         if chunk[GRAD] is not None:
-            gradient = _check_role(chunk[GRAD], end, slots, size, fail)
+            gradient = _check_role(manifest, chunk, GRAD, end, slots, fail)
             if gradient & mine:
                 fail("a gradient lies in a slot of another role")
             mine |= gradient
@@ -87,29 +87,45 @@ def _has_scales(manifest: Manifest, chunk: dict[str, Any], elements: int) -> boo
         return False
     if chunk["scale_page"] is None and old is None:
         return not chunk["scales"]
-    end = old["bytes"] if chunk["scale_page"] is None else manifest["page_bytes"]
+    page = chunk["scale_page"]
+    end = old["bytes"] if page is None else bytes_held(page, manifest["page_bytes"])
     return all(type(first) is int and 0 <= first <= end - size for first in chunk["scales"])
 
 
-def _check_role(role: list[Any], end: int, slots: set[int], size: Any, fail: Fail) -> set[int]:
+def _check_role(
+    manifest: Manifest, chunk: dict[str, Any], role: str, end: int, slots: set[int], fail: Fail
+) -> set[int]:
     """The slots of a role of a chunk, which has elements up to `end`."""
-    per_page, begin, pages = role
+    per_page, begin, pages = chunk[role]
+    size = manifest["page_bytes"]
     sound = all(type(n) is int for n in (per_page, begin, size))
     if not sound or not 0 < per_page <= 2 * size or not 0 <= begin < size:  # codes have 4 bits
         fail("pages of no size, or with places beyond it")
     if end > per_page * len(pages):
         fail("a chunk has elements without pages")
-    return _check_pages(pages, slots, fail)
+    found = _check_pages(pages, slots, size, fail)
+    tensors = {manifest["parts"][part][0] for part, *_ in chunk["runs"]}
+    coded = any("stored" in manifest["params"][tensor] for tensor in tensors)
+    moment = ELEMENT_BYTES[manifest["moment_dtype"]]
+    element = moment if role in ROLES[2:] else size // per_page
+    for number, page in enumerate(pages):
+        count = min(per_page, end - number * per_page)
+        needed = size if coded else begin + count * element
+        if page is not None and bytes_held(page, size) < needed:
+            fail("a page has fewer bytes than its elements")
+    return found
 
 
-def _check_pages(pages: list[Any], slots: set[int], fail: Fail) -> set[int]:
+def _check_pages(pages: list[Any], slots: set[int], size: Any, fail: Fail) -> set[int]:
     """Their slots, of which none may be in `slots`, or there twice."""
     found = set()
     for page in pages:
         if page is None:
             continue
-        if len(page) != 3 or not all(type(n) is int and n >= 0 for n in page):
+        if len(page) not in (3, 4) or not all(type(n) is int and n >= 0 for n in page):
             fail("a page has no slot, version and checksum")
+        if page[3:] and (not 0 < page[3] < size or page[3] % ALIGNMENT != 0):
+            fail("a page has a number of bytes that none has")
         if page[0] in slots or page[0] in found:
             fail(f"slot {page[0]} is there twice")
         found.add(page[0])

@@ -3,12 +3,12 @@
     runs/llama/step-000500/manifest.json, state.bin         # a folder of the series "runs/llama"
     /mnt/nvme/strata-snapshots/<id>-0.pages, <id>.json      # on each drive: a link, and whose it is
 
-Format, version 5. The folder is a checkpoint's (checkpoint.py), but most tensors lie in pages:
+Format, version 6. The folder is a checkpoint's (checkpoint.py), but most tensors lie in pages:
 
     state.bin      bytes that are in no page, one behind the other: the persistent buffers, and
                    tensors of `extra`
     manifest.json  {"checksum", "version", "bytes": as in a checkpoint,
-                    "snapshot": 2 to 5, "id": 16 hex digits,
+                    "snapshot": 6, "id": 16 hex digits,
                     "step": of the run, "time": ns since 1970,
                     "drives":  [{"folder": of the drive, or "" for the snapshot's own, "file"}],
                     "page_bytes", "moment_dtype",
@@ -21,17 +21,18 @@ Format, version 5. The folder is a checkpoint's (checkpoint.py), but most tensor
                     "tensors": of extra,
                     "gradients": null, or of what had landed since the step: see below,
                     "zeros":   parts whose gradient the user has made zero,
-                    "ranks":   from version 3: how many of "drives" each rank has, rank 0 first,
-                    "others":  from version 3: {"rng", "extra", "tensors"} of rank 1 and each next,
-                    "machines": version 4: by rank, what its machine is called}
+                    "ranks":   of several: how many of "drives" each rank has, rank 0 first,
+                    "others":  likewise: {"rng", "extra", "tensors"} of rank 1 and each next,
+                    "machines": of several: by rank, what its machine is called}
 
 A chunk is {"runs": [[part, first element there, count, first element in the chunk, updates that
 these have had, gradient]], "scale_page": the page that has the scales of its 8-bit moments, maybe
 beside those of other chunks, or null, "scales": [byte of exp_avg's there, of exp_avg_sq's], and of
 each role (param, residual, exp_avg, exp_avg_sq, grad) null, or [elements in a page, byte where they
-begin, pages]}, a page being [slot, version, checksum], or null where it is zero. Slot s lies in
-file s % n of the n drives, at page s // n. The checksum is XXH3-64 of the page, seeded with slot
-and version (offload/storage/checksum.cpp).
+begin, pages]}, a page being [slot, version, checksum, bytes], or null where it is zero. Slot s lies
+in file s % n of the n drives, at page s // n, and holds so many bytes from there on, a multiple of
+4096; the number is left out where it is all of the page, as it was before version 6. The checksum
+is XXH3-64 of these bytes, seeded with slot and version (offload/storage/checksum.cpp).
 
 A run's gradient is 0: none; 1: of the step that is under way; 2: likewise, and with that of an
 earlier step in it, which waited for its update (LockFree); or [place in "groups", number of the
@@ -41,20 +42,20 @@ update, what it is multiplied with]: that of an earlier step, whose update was s
 since], bits of those that divide]], "groups": hyperparameters}. What a run of gradients is
 multiplied with before it is used is not in its pages.
 
-A snapshot that several ranks have taken is of version 3; one of a process that is alone says 2, and
-has none of this. Each rank has page files, slots and links of its own, and a chunk also has its
-"rank": slot s of it lies in file s % n of that rank's n drives. It has no gradients.
+Where several ranks have taken it, each has page files, slots and links of its own, and a chunk also
+has its "rank": slot s of it lies in file s % n of that rank's n drives. It has no gradients.
 
-Version 4 is that of ranks of several machines. A drive's folder is a path on its rank's machine. A
+Ranks may be on several machines. A drive's folder is a path on its rank's machine. A
 machine that does not see rank 0's folder of the series has a folder of its own, with the same two
 files: the whole manifest, with the same id. The snapshot counts from the moment that rank 0 has the
 manifest; until then no other machine has it, and everything else is on the disk of all of them. See
 snapshot_machines.py.
 
-A snapshot that has scales is of version 5, however many ranks and machines took it. In version 2
-"scales" were pages, all of them, and those of a chunk bytes in these, one behind the other; there
-was no "scale_page". Version 1 had the scales of all chunks in state.bin, where "scales" said. It
-had no gradients: no "gradients", "zeros" and "grad", runs without their last two values.
+Versions 1 to 5 load. 3 was that of several ranks, 4 of several machines, and 5 of whatever had
+scales. In version 2 "scales" were pages, all of them, and those of a chunk bytes in these, one
+behind the other; there was no "scale_page". Version 1 had the scales of all chunks in state.bin,
+where "scales" said. It had no gradients: no "gradients", "zeros" and "grad", runs without their
+last two values.
 
 A link is one more name of the file that the run wrote to; the kernel frees the file with its last
 one. A manifest that is called removed.json is one of a snapshot that is being removed. Nothing here
@@ -70,8 +71,8 @@ from typing import Any
 
 from .checkpoint_files import MANIFEST_NAME, CheckpointError, read_manifest
 
-FORMAT, RANKS_FORMAT, MACHINES_FORMAT, SCALES_FORMAT = 2, 3, 4, 5
-FORMATS = (1, 2, 3, 4, 5)
+FORMAT = 6
+FORMATS = (1, 2, 3, 4, 5, 6)
 ROLES = ("param", "residual", "exp_avg", "exp_avg_sq")
 GRAD = "grad"
 LINKS = "strata-snapshots"
@@ -82,13 +83,9 @@ REMOVED_NAME = "removed.json"
 PATH_BYTES_MAX = 4096  # the kernel's
 
 
-def format_of(manifest: dict[str, Any]) -> int:
-    """The version that has all that a manifest of ours says."""
-    if any(chunk.get("scale_page") is not None for chunk in manifest["chunks"]):
-        return SCALES_FORMAT
-    if "machines" in manifest:
-        return MACHINES_FORMAT
-    return RANKS_FORMAT if "ranks" in manifest else FORMAT
+def bytes_held(page: list[int], page_bytes: int) -> int:
+    """How many bytes a page of a manifest has in its slot."""
+    return page[3] if len(page) > 3 else page_bytes
 
 
 def is_snapshot(manifest: dict[str, Any]) -> bool:

@@ -17,7 +17,6 @@ import torch
 
 from .._config.conforms import conforms
 from . import extras
-from .snapshot_files import MACHINES_FORMAT, RANKS_FORMAT
 
 ALIGNMENT = 4096  # of what pages are read into
 MOMENT_BLOCK = 64  # elements that share a scale
@@ -86,7 +85,7 @@ def _is_rank(said: dict[str, Any]) -> bool:
 
 
 def _problems_of_ranks(manifest: dict[str, Any], others: int) -> Iterator[str]:
-    several = "ranks" in manifest or manifest["snapshot"] in (RANKS_FORMAT, MACHINES_FORMAT)
+    several = "ranks" in manifest
     ranks = len(manifest.get("ranks", [])) if several else 1
     if ranks != 1 + others:
         yield f"it has drives of {ranks} ranks, and says something of {1 + others}"

@@ -28,30 +28,32 @@ from .checkpoint_files import (
     write_manifest,
 )
 from .replacing import sync
-from .snapshot_files import GRAD, ROLES, drives_by_rank, format_of, read_snapshot
+from .snapshot_files import FORMAT, GRAD, ROLES, bytes_held, drives_by_rank, read_snapshot
 from .snapshot_form import ALIGNMENT
 
+Slot = tuple[int, int, int, int]
+"""With the version, the checksum and the number of the bytes in it."""
 Read = Callable[[int, torch.Tensor], None]
-"""Reads the page in a slot to memory that is aligned."""
+"""Reads what is in a slot to memory that is aligned."""
 
 
 def copy_pages(
-    read: Read, drives: int, slots: Iterable[int], page_bytes: int, folder: Path, first: int = 0
+    read: Read, drives: int, slots: Iterable[Slot], page_bytes: int, folder: Path, first: int = 0
 ) -> list[str]:
-    """Copies the pages of these slots into files of the folder, where they lie at the same places,
-    with holes between them. `first`: the number of the first file. Returns the files' names. Memory
-    used: one page."""
+    """Copies what these slots hold into files of the folder, where it lies at the same places, with
+    holes between. `first`: the number of the first file. Returns the files' names. Memory used: one
+    page."""
     names = [f"pages-{first + i}.bin" for i in range(drives)]
     targets = [os.open(folder / n, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600) for n in names]
     page = page_memory(page_bytes)
     try:
-        places = sorted(slots)
-        rows = places[-1] // drives + 1 if places else 1
+        held = sorted(slots)
+        rows = held[-1][0] // drives + 1 if held else 1
         for target in targets:
             os.ftruncate(target, rows * page_bytes)
-        for slot in places:
+        for slot, _, _, size in held:
             read(slot, page)
-            _write_all(targets[slot % drives], page, slot // drives * page_bytes)
+            _write_all(targets[slot % drives], page[:size], slot // drives * page_bytes)
         for target in targets:
             os.fsync(target)
     finally:
@@ -101,7 +103,7 @@ def copy_snapshot(folder: Path, to: Path) -> None:
             manifest["drives"] = [{"folder": "", "file": name} for name in names]
             manifest["id"] = secrets.token_hex(8)
             if manifest.pop("machines", None) is not None:
-                manifest["snapshot"] = format_of(manifest)
+                manifest["snapshot"] = FORMAT
             write_manifest(new, manifest)
     except (StrataError, OSError, CheckpointError) as error:
         if not (folder / MANIFEST_NAME).is_file():
@@ -118,8 +120,8 @@ def saved_pages(
     drives = drives_by_rank(manifest)[rank]
     folders = [drive["folder"] or str(folder) for drive in drives]
     names = [drive["file"] for drive in drives]
-    found = {s: (s, version, checksum) for s, version, checksum in pages_of(manifest, rank)}
-    return SavedPages(folders, names, manifest["page_bytes"], list(found.values()), io_engine)
+    held = slots_of(manifest, rank)
+    return SavedPages(folders, names, manifest["page_bytes"], held, io_engine)
 
 
 def _verified(manifest: dict[str, Any], folder: Path, rank: int) -> Read:
@@ -157,20 +159,25 @@ def page_paths(manifest: dict[str, Any], folder: Path) -> list[str]:
     return [os.path.join(d["folder"] or folder, d["file"]) for d in manifest["drives"]]
 
 
-def slots_of(manifest: dict[str, Any], rank: int = 0) -> set[int]:
-    """Every slot that holds a page of a rank's."""
-    return {page[0] for page in pages_of(manifest, rank)}
+def slots_of(manifest: dict[str, Any], rank: int = 0) -> list[Slot]:
+    """Every slot that holds a page of a rank's, once. Raises ValueError where a page is none.
+    REQUIRES: "page_bytes" and "chunks" are there."""
+    found: dict[int, Slot] = {}
+    for page in _pages_of(manifest, rank):
+        slot, version, checksum = page[:3]
+        found[slot] = (slot, version, checksum, bytes_held(page, manifest["page_bytes"]))
+    return list(found.values())
 
 
 def bytes_of(manifest: dict[str, Any]) -> int:
     """Of all pages."""
     ranks = range(len(drives_by_rank(manifest)))
-    return sum(len(slots_of(manifest, rank)) for rank in ranks) * int(manifest["page_bytes"])
+    return sum(size for rank in ranks for *_, size in slots_of(manifest, rank))
 
 
-def pages_of(manifest: dict[str, Any], rank: int = 0) -> list[list[int]]:
-    """Slot, version and checksum of every page that a rank has; of one that chunks share, for each
-    of them."""
+def _pages_of(manifest: dict[str, Any], rank: int) -> list[list[int]]:
+    """Of every page that a rank has, what the manifest says; of one that chunks share, for each of
+    them."""
     old = manifest.get("scales")
     pages = list(old) if isinstance(old, list) else []
     for chunk in manifest["chunks"]:

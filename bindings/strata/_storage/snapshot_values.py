@@ -22,7 +22,7 @@ from .._runtime.coded import KINDS
 from .checkpoint import raw_bytes
 from .checkpoint_files import CheckpointError, Record
 from .snapshot_elements import Elements, Form, MomentDtype, slices
-from .snapshot_pages import page_memory, pages_of
+from .snapshot_pages import page_memory, slots_of
 from .stored import StoredTensor
 
 KEPT_BYTES = 32 << 20  # of pages, in memory
@@ -72,11 +72,10 @@ class SnapshotValues:
             for chunk in share.chunks:
                 for part, first, count, at, *_ in chunk["runs"]:
                     self._runs.setdefault(part, []).append(_Run(first, count, at, chunk, number))
-            found = pages_of({"chunks": share.chunks}, number)
-            slots = {s: (s, version, checksum) for s, version, checksum in found}
+            slots = slots_of({"chunks": share.chunks, "page_bytes": page_bytes}, number)
             folders = [str(Path(link).parent.parent) for link in share.links]
             names = [str(Path(*Path(link).parts[-2:])) for link in share.links]
-            pages = SavedPages(folders, names, page_bytes, list(slots.values()), io_engine)
+            pages = SavedPages(folders, names, page_bytes, slots, io_engine)
             self._pages.append(pages)
         for runs in self._runs.values():
             runs.sort(key=lambda run: run.first)

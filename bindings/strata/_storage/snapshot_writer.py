@@ -35,7 +35,7 @@ from .durability import Durability
 from .large_manifest import write_large_manifest
 from .rank_board import Board
 from .snapshot_context import Context, Form, write_state
-from .snapshot_files import format_of, id_at
+from .snapshot_files import FORMAT, id_at
 from .snapshot_kept import KeptSnapshots
 from .snapshot_links import Links, mark_going, remove_links
 from .snapshot_machines import Copies, make_newest_of, recover
@@ -249,7 +249,8 @@ class Writer:
             self._asked.folder.parent,
         )
         chunks = [chunk for _, chunk in own_chunks(pages)]
-        slots, size = slots_of({"chunks": chunks}), pages.page_bytes
+        size = pages.page_bytes
+        slots = slots_of({"chunks": chunks, "page_bytes": size})
         files = self._session.page_files()
         try:
             names = copy_pages(from_files(files, size), len(files), slots, size, new, first)
@@ -276,6 +277,6 @@ class Writer:
                 manifest["others"] = [
                     join_part(new, rank, manifest, file) for rank in range(1, ranks)
                 ]
-            manifest |= {"bytes": file.bytes, "snapshot": format_of(manifest)}
+            manifest |= {"bytes": file.bytes, "snapshot": FORMAT}
         write_large_manifest(new, manifest)
         make_newest_of(self._asked.folder.parent, new)
