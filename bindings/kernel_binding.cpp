@@ -46,26 +46,8 @@ void update_span(const Kernels& chosen, const UpdateSpan& whole, int threads) {
   const auto cut = [&](int part) {
     const std::size_t each =
         round_up(ceil_div(whole.count, static_cast<std::size_t>(threads)), kMomentBlock);
-    const std::size_t first = std::min(whole.count, each * static_cast<std::size_t>(part));
-    const auto shift = [&](auto* base, std::size_t bytes) {
-      using Bytes = std::conditional_t<std::is_const_v<std::remove_pointer_t<decltype(base)>>,
-                                       const std::byte, std::byte>;
-      if (base == nullptr) return base;
-      return static_cast<decltype(base)>(static_cast<void*>(
-          const_cast<std::byte*>(reinterpret_cast<Bytes*>(base)) + first * bytes));
-    };
-    UpdateSpan span = whole;
-    span.count = std::min(each, whole.count - first);
-    span.param = shift(whole.param, size_of(whole.dtype));
-    span.new_param = shift(whole.new_param, size_of(whole.dtype));
-    span.master = shift(whole.master, whole.dtype == Dtype::float16 ? 4 : 2);
-    span.moment1 = shift(whole.moment1, size_of(whole.moment_dtype));
-    span.moment2 = shift(whole.moment2, size_of(whole.moment_dtype));
-    span.first = whole.first + first;
-    if (whole.scales1 != nullptr) span.scales1 = whole.scales1 + first / kMomentBlock;
-    if (whole.scales2 != nullptr) span.scales2 = whole.scales2 + first / kMomentBlock;
-    span.grad = shift(whole.grad, size_of(whole.grad_dtype));
-    chosen.update(span);
+    const std::size_t first = each * static_cast<std::size_t>(part);
+    if (first < whole.count) chosen.update(slice_of(whole, first, each));
   };
   std::vector<std::thread> team;
   for (int part = 1; part < threads; ++part) team.emplace_back(cut, part);

@@ -3,7 +3,6 @@
 #include <cmath>
 #include <optional>
 #include <tuple>
-#include <utility>
 
 #include "bindings/python.hpp"
 #include "bindings/schema.hpp"

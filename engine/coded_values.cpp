@@ -1,11 +1,8 @@
 #include "engine/coded_values.hpp"
 
-#include <algorithm>
 #include <cstring>
 #include <string>
 #include <vector>
-
-#include "memory/check.hpp"
 
 namespace strata {
 namespace {

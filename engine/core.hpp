@@ -33,14 +33,9 @@
 namespace strata {
 
 // What a test replaces. Left empty, the real thing is made.
-struct SessionParts : TierParts {
-  // No pump: called when nothing moved, to advance the virtual clock. Absent: a pump thread runs.
-  std::function<void()> idle;
+struct SessionParts : TierParts, GateOptions {
   // No pump: asked in every turn whether a worker may have finished; absent: always.
   std::function<bool()> worker_is_done;
-  // See GateOptions.
-  std::chrono::milliseconds look_period{100};
-  int looks_max = 0;
   Foreign foreign;  // for groups of Rule::foreign
   // Of one of several ranks; absent: the one that the configuration names.
   std::unique_ptr<Meeting> meeting;

@@ -19,7 +19,6 @@ Decoder::Decoder(const Layout& layout, const DeviceKernels* device)
     : page_bytes_(layout.page_bytes), kernels_(code_kernels(best_isa())), device_(device) {
   std::vector<std::vector<ComputedPart>> parts;
   parts.reserve(layout.computed_count);
-  works_.reserve(layout.computed_count);
   for (const Segment& segment : layout.segments) {
     if (!segment.stored) continue;
     const std::size_t shown = layout.page_bytes / size_of(segment.dtype);
@@ -36,24 +35,19 @@ std::vector<ComputedPart> Decoder::parts_of(const Layout& layout, const Segment&
                                             std::size_t first, std::size_t end) {
   STRATA_ASSERT(first < end && end <= segment.elements);
   const std::size_t full = segment.chunk_elements;
-  const std::size_t count = ceil_div(first % full + end - first, full);
   std::vector<ComputedPart> parts;
-  std::vector<Work>& works = works_.emplace_back();
-  parts.reserve(count);
-  works.reserve(count);  // parts point to them
   for (std::size_t at = first; at < end;) {
     const std::size_t in_chunk = at % full;
     const std::size_t elements = std::min(end - at, full - in_chunk);
-    works.push_back({&kernels_, device_, span(segment, in_chunk, elements), segment.dtype});
+    works_.push_back({this, span(segment, in_chunk, elements), segment.dtype});
     parts.push_back(
         {.source = layout.chunks[segment.first_chunk + at / full].run(Role::param).first,
          .to_byte = (at - first) * size_of(segment.dtype),
          .bytes = elements * size_of(segment.dtype),
          .from_bytes = stored_bytes(segment.stored->codes, elements),
-         .how = {.run = &Decoder::run, .submit = &Decoder::submit, .how = &works.back()}});
+         .how = {.run = &Decoder::run, .submit = &Decoder::submit, .how = &works_.back()}});
     at += elements;
   }
-  STRATA_ASSERT(parts.size() == count);
   return parts;
 }
 
@@ -69,14 +63,14 @@ void Decoder::decode(const Segment& segment, std::size_t first, std::size_t coun
 
 void Decoder::run(const void* work, const std::byte* from, std::byte* to) {
   const auto& what = *static_cast<const Work*>(work);
-  what.kernels->dequantise(what.span, from, to, what.dtype);
+  what.of->kernels_.dequantise(what.span, from, to, what.dtype);
 }
 
 int Decoder::submit(const void* work, const std::byte* from, std::byte* to, Stream stream) {
   const auto& what = *static_cast<const Work*>(work);
-  STRATA_ASSERT(what.device != nullptr);
+  STRATA_ASSERT(what.of->device_ != nullptr);
   const DecodeSpan span{what.span, from, to, what.dtype};
-  return what.device->decode(&span, 1, stream);
+  return what.of->device_->decode(&span, 1, stream);
 }
 
 }  // namespace strata

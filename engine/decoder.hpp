@@ -10,6 +10,7 @@
 #pragma once
 
 #include <cstddef>
+#include <deque>
 #include <vector>
 
 #include "engine/layout.hpp"
@@ -36,8 +37,7 @@ class Decoder final {
 
  private:
   struct Work {
-    const CodeKernels* kernels = nullptr;
-    const DeviceKernels* device = nullptr;
+    const Decoder* of = nullptr;
     CodeSpan span{};
     Dtype dtype = Dtype::bfloat16;
   };
@@ -50,7 +50,7 @@ class Decoder final {
   std::size_t page_bytes_;
   const CodeKernels& kernels_;
   const DeviceKernels* device_;
-  std::vector<std::vector<Work>> works_;  // by computed page: computations point to them
+  std::deque<Work> works_;  // computations point to them
   ComputedPages pages_;
 };
 

@@ -55,10 +55,8 @@ void Gate::throw_if_failed() const {
 
 void Gate::throw_if_closed() const {
   if (!closed_) return;
-  Error error;
-  error.fault = Fault::cancelled;
-  error.what = "the session is closed: the model was unwrapped";
-  throw StrataError(std::move(error));
+  throw StrataError(
+      {.fault = Fault::cancelled, .what = "the session is closed: the model was unwrapped"});
 }
 
 bool Gate::turn(int part) {

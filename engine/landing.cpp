@@ -324,11 +324,8 @@ void Landing::Course::land_there(GradientPlace to, RunSize size) {
   last_summed_ = run.summed = copies().record(gradient_.stream);
   ++asked_;
   if (why.empty()) return;
-  Error error;
-  error.tier = Tier::device;
-  error.unit = base_.names.of(gradient_.unit);
-  error.what = std::move(why);
-  base_.gate.fail(std::move(error));
+  base_.gate.fail(
+      {.what = std::move(why), .tier = Tier::device, .unit = base_.names.of(gradient_.unit)});
   base_.gate.throw_if_failed();
 }
 

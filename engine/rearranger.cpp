@@ -274,10 +274,7 @@ void Rearranger::begin_resting(UnitId unit, std::vector<Move>& moves) {
   for (std::size_t i = 0; i < pages.size(); ++i) {
     const Placement from = base_.table.placement(pages[i]);
     moves.push_back({pages[i], from, Tier::device});
-    if (from.tier == Tier::host)
-      base_.cache.demote(pages[i], frames[i]);
-    else
-      base_.cache.retarget(pages[i], frames[i]);
+    base_.cache.retarget(pages[i], frames[i]);
   }
   if (auto error = parts_.prefetcher.show_resting(unit)) {
     base_.gate.fail(std::move(*error));
@@ -291,10 +288,7 @@ bool Rearranger::begin_move(const Move& move) {
   STRATA_ASSERT(move.to == Tier::ssd);
   const auto slot = base_.tiers.acquire_slot();
   if (!slot) return false;
-  if (move.from.tier == Tier::host)
-    base_.cache.demote(move.page, *slot);
-  else
-    base_.cache.retarget(move.page, *slot);
+  base_.cache.retarget(move.page, *slot);
   return true;
 }
 

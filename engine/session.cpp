@@ -4,13 +4,12 @@
 #include <utility>
 
 #include "engine/pace.hpp"
-#include "memory/check.hpp"
 
 namespace strata {
 
 Session::Session(const Config& config, SessionParts parts)
     : config_(config),
-      gate_({.look_period = parts.look_period, .looks_max = parts.looks_max, .idle = parts.idle}),
+      gate_(parts),
       core_(std::make_unique<Core>(config_, std::move(parts), gate_, bell_)) {
   if (gate_.has_pump()) pump_ = std::thread([this] { pump(); });
 }

@@ -94,7 +94,7 @@ void Swapping::give_up_pages() {
   for (const PageId page : pages_) {
     const Placement rest = base_.table.placement(page);
     if (rest.tier == Tier::host) {
-      base_.cache.demote(page, {});
+      base_.cache.retarget(page, {});
       const bool shrunk = base_.cache.shrink_staging(page);
       STRATA_ASSERT(shrunk);  // nothing was ever written to it, or it was discarded
     } else if (rest.somewhere()) {

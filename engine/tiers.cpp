@@ -46,7 +46,7 @@ Tiers::Tiers(const Config& config, const Residence& home, TierParts parts, Doorb
   pin(slab_.bytes().size());
   check_resting(home);
   check_pinned(home);
-  if (home.slots + home.kept_slots != 0) open_store(home.slots + home.kept_slots);
+  claim_slots(home.slots + home.kept_slots);
   if (parts.far.slots == 0) return;
   stores_[static_cast<std::size_t>(Tier::far)] =
       make_store(std::move(parts.far.engine), {"far memory"}, parts.far.slots);
@@ -57,17 +57,16 @@ std::unique_ptr<IoEngine> Tiers::take_io_engine(std::string* why) {
   return make_io_engine(config_.io_engine, bell_, kIoDepth, why);
 }
 
-void Tiers::open_store(std::uint32_t slots) {
-  stores_[static_cast<std::size_t>(Tier::ssd)] = make_ssd(slots, &io_engine_why_);
+void Tiers::claim_slots(std::uint32_t slots) {
+  if (slots == 0) return;
+  SlotGrowth growth = begin_growth(slots);
+  grow_files(growth);
+  end_growth(std::move(growth));
 }
 
 std::uint32_t Tiers::slots_beyond(std::uint32_t slots) const {
   const std::uint32_t there = store(Tier::ssd)->slot_count();
   return slots > there ? slots - there : 0;
-}
-
-std::unique_ptr<Store> Tiers::make_ssd(std::uint32_t slots, std::string* why) {
-  return make_store(take_io_engine(why), config_.ssd_paths, slots);
 }
 
 Tiers::SlotGrowth Tiers::begin_growth(std::uint32_t slots) {
@@ -77,7 +76,8 @@ Tiers::SlotGrowth Tiers::begin_growth(std::uint32_t slots) {
 
 void Tiers::grow_files(SlotGrowth& growth) {
   if (opening_)
-    growth.made = make_ssd(growth.slots, &growth.io_engine_why);
+    growth.made =
+        make_store(take_io_engine(&growth.io_engine_why), config_.ssd_paths, growth.slots);
   else if (const std::uint32_t more = slots_beyond(growth.slots))
     store(Tier::ssd)->lengthen(more);
 }
@@ -169,19 +169,14 @@ void Tiers::grow(const Claims& then, std::uint32_t device_frames) {
     pin(slab_.bytes().size());
     check_pinned(then);
     resize_device(device_frames);
-    Store* const ssd = store(Tier::ssd);
-    const std::uint32_t slots = then.slots + then.kept_slots;
-    if (ssd == nullptr) {
-      if (slots != 0) open_store(slots);
-    } else if (const std::uint32_t more = slots_beyond(slots)) {
-      ssd->lengthen(more);
-      ssd->extend(more);
-    }
+    Store* const ssd = store(Tier::ssd);  // one that is made has all of host memory
+    claim_slots(then.slots + then.kept_slots);
     for (Store* const had : {ssd, store(Tier::far)}) {
       const std::span<std::byte> more = slab_.bytes().subspan(before);
       if (had != nullptr && !more.empty()) had->register_memory(more);
     }
   } catch (...) {
+    give_up_growth();
     resize_device(device_before);
     pin(before);
     slab_.resize(before);

@@ -121,9 +121,8 @@ class Tiers final {
   std::unique_ptr<IoEngine> take_io_engine(std::string* why);
   // Of so many, those that the SSD has not. REQUIRES: there is a store.
   std::uint32_t slots_beyond(std::uint32_t slots) const;
-  void open_store(std::uint32_t slots);
+  void claim_slots(std::uint32_t slots);  // so many in all
   StoreOptions store_options(std::vector<std::string> paths, std::uint32_t slots) const;
-  std::unique_ptr<Store> make_ssd(std::uint32_t slots, std::string* why);
   std::unique_ptr<Store> make_store(std::unique_ptr<IoEngine> engine,
                                     std::vector<std::string> paths, std::uint32_t slots);
 

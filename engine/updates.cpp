@@ -215,12 +215,8 @@ void Updates::release(const Release& release) {
 
 // See Note [Versions].
 void Updates::block_or_not(std::uint32_t id) {
-  const ChunkState& chunk = chunks_[id];
-  const std::int64_t allowed = released_ - staleness_of(id);
-  const bool late =
-      (chunk.queued && chunk.oldest <= allowed) || (chunk.open && chunk.oldest_open <= allowed);
   const PageId page = layout_.chunks[id].run(Role::param).first;
-  if (late)
+  if (behind(id, released_ - staleness_of(id)))
     prefetcher_.block(page);
   else
     prefetcher_.unblock(page);
@@ -345,11 +341,9 @@ bool Updates::turn() {
 
 void Updates::fail(UnitId unit, const std::string& what) {
   if (failure_) return;
-  Error error;
-  error.fault = Fault::cancelled;
-  error.unit = config_.units[index(unit)];
-  error.what = "an update failed, and its parameters are half old, half new: " + what;
-  failure_ = std::move(error);
+  failure_ = Error{.fault = Fault::cancelled,
+                   .what = "an update failed, and its parameters are half old, half new: " + what,
+                   .unit = config_.units[index(unit)]};
 }
 
 std::int64_t Updates::step_of(std::uint32_t param) const {

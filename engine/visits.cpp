@@ -24,14 +24,13 @@ void Visits::enter(Lock& lock, UnitId unit, const EnterOptions& options) {
   if (base_.whereabouts) base_.whereabouts->enter(unit, options.backward);
   // 1. Its pages are asked for.
   if (const auto frames = prefetcher_.request(unit, options.backward, options.recorded)) {
-    Error error;
-    error.fault = Fault::config;
-    error.tier = Tier::device;
-    error.what = "infeasible at " + std::string(options.backward ? "backward" : "forward") +
+    throw StrataError(
+        {.fault = Fault::config,
+         .what = "infeasible at " + std::string(options.backward ? "backward" : "forward") +
                  " of " + base_.names.of(unit) + ": it needs " + std::to_string(*frames) +
                  " device pages together with the units in use, and parameters have " +
-                 std::to_string(prefetcher_.frame_limit()) + "; a larger device= would do";
-    throw StrataError(std::move(error));
+                 std::to_string(prefetcher_.frame_limit()) + "; a larger device= would do",
+         .tier = Tier::device});
   }
   // 2. They come. A backward may run on other threads than who waits for it, and needs what its
   // forward saw.
@@ -133,15 +132,12 @@ std::size_t Visits::entered(UnitId unit) const {
 }
 
 void Visits::check_nobody_inside(const std::string& what) const {
-  Error error;
-  error.fault = Fault::busy;
-  if (!entered_.empty()) {
-    error.what = base_.names.of(entered_.front().unit) + " is in use: " + what;
-    throw StrataError(std::move(error));
-  }
-  if (between_.step_calls() == 0) return;
-  error.what = "the model is in use by another thread: " + what;
-  throw StrataError(std::move(error));
+  const bool entered = !entered_.empty();
+  if (!entered && between_.step_calls() == 0) return;
+  throw StrataError({.fault = Fault::busy,
+                     .what = (entered ? base_.names.of(entered_.front().unit) + " is in use: "
+                                      : std::string("the model is in use by another thread: ")) +
+                             what});
 }
 
 }  // namespace strata

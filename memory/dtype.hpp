@@ -14,7 +14,8 @@ constexpr std::size_t size_of(Dtype dtype) {
   return dtype == Dtype::float32 ? 4 : 2;
 }
 
-// What rests beside a parameter of it: the residual of its master, or all of that, or nothing.
+// What rests beside a parameter of it: the lower half of its master, all of that, or nothing (the
+// parameter is its own). See optimizers, Note [Split master].
 constexpr std::size_t master_size(Dtype dtype) {
   return dtype == Dtype::bfloat16 ? 2 : dtype == Dtype::float16 ? 4 : 0;
 }

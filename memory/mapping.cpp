@@ -110,16 +110,6 @@ int populate_piece(std::byte* range, std::size_t bytes) {
   return 0;
 }
 
-// The same for a piece that may only be read.
-int populate_piece_to_read(std::byte* range, std::size_t bytes) {
-  if (::madvise(range, bytes, MADV_POPULATE_READ) == 0) return 0;
-  if (errno != EINVAL) return errno == EFAULT ? ENOMEM : errno;
-  for (std::size_t at = 0; at < bytes; at += kKernelPageBytes) {
-    static_cast<void>(*static_cast<const volatile std::byte*>(range + at));
-  }
-  return 0;
-}
-
 }  // namespace
 
 Addresses::~Addresses() {
@@ -181,10 +171,6 @@ int populate(std::byte* range, std::size_t bytes, const PopulateRange& populate_
 
 int populate(std::byte* range, std::size_t bytes) {
   return populate(range, bytes, populate_piece);
-}
-
-int populate_to_read(const std::byte* range, std::size_t bytes) {
-  return populate(const_cast<std::byte*>(range), bytes, populate_piece_to_read);
 }
 
 std::size_t host_bytes_available(const std::string& root) {

@@ -55,9 +55,6 @@ void advise_claimed(std::byte* range, std::size_t bytes);
 // errno.
 int populate(std::byte* range, std::size_t bytes);
 
-// The same for a mapping that may only be read, of a file in memory.
-int populate_to_read(const std::byte* range, std::size_t bytes);
-
 // The same with another way to do a range.
 inline constexpr std::size_t kPopulateRangeBytes = 64 * kMiB;
 using PopulateRange = std::function<int(std::byte* range, std::size_t bytes)>;

@@ -1,7 +1,5 @@
 #include "memory/pool.hpp"
 
-#include <algorithm>
-
 namespace strata {
 
 Pool::Pool(std::uint32_t frame_count, std::size_t page_bytes, std::byte* base)
@@ -24,7 +22,6 @@ std::optional<HostFrameId> Pool::acquire() {
   STRATA_ASSERT(!taken_[index(frame)]);
   free_.pop_back();
   taken_[index(frame)] = true;
-  peak_ = std::max(peak_, used());
   return frame;
 }
 

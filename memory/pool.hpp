@@ -22,7 +22,6 @@ namespace strata {
 // Invariants:
 //   1. used() + free_count() == capacity().
 //   2. A frame is in free_ exactly once, or it is taken: taken_[f] says which.
-//   3. used() <= peak() <= capacity().
 class Pool final {
  public:
   // `base` is where frame 0 lies; nullptr where nobody asks for an address.
@@ -37,8 +36,6 @@ class Pool final {
   std::uint32_t capacity() const { return static_cast<std::uint32_t>(taken_.size()); }
   std::uint32_t free_count() const { return static_cast<std::uint32_t>(free_.size()); }
   std::uint32_t used() const { return capacity() - free_count(); }
-  // The most frames that were ever taken at the same time.
-  std::uint32_t peak() const { return peak_; }
   std::size_t page_bytes() const { return page_bytes_; }
   bool taken(HostFrameId frame) const;
 
@@ -54,7 +51,6 @@ class Pool final {
   std::byte* base_;
   std::vector<HostFrameId> free_;  // a stack
   std::vector<bool> taken_;
-  std::uint32_t peak_ = 0;
 };
 
 }  // namespace strata

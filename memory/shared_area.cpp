@@ -93,16 +93,6 @@ MappedArea::MappedArea(int file, std::size_t bytes, Access access) : access_(acc
       map_file(file, bytes, access == Access::read_write ? PROT_READ | PROT_WRITE : PROT_READ);
 }
 
-void MappedArea::populate(std::size_t first_bytes) {
-  STRATA_ASSERT(first_bytes % kKernelPageBytes == 0);
-  STRATA_ASSERT(first_bytes <= mapped_.size());
-  const int failed = access_ == Access::read_write ? strata::populate(mapped_.data(), first_bytes)
-                                                   : populate_to_read(mapped_.data(), first_bytes);
-  if (failed == 0) return;
-  throw StrataError(
-      memory_error("could not map every page of shared memory", Tier::host, first_bytes, failed));
-}
-
 std::span<std::byte> MappedArea::writable() const {
   STRATA_ASSERT(access_ == Access::read_write);
   return mapped_.bytes();

@@ -51,11 +51,6 @@ class MappedArea final {
   // this process, and memory. The mapping lasts when `file` is closed.
   MappedArea(int file, std::size_t bytes, Access access);
 
-  // No touch of the first so many bytes faults from here on, unless their owner gives them back.
-  // Where the owner has claimed no memory, this does. Throws StrataError (memory).
-  // REQUIRES: a multiple of 4096; at most all.
-  void populate(std::size_t first_bytes);
-
   std::span<const std::byte> bytes() const { return mapped_.bytes(); }
   // REQUIRES: Access::read_write.
   std::span<std::byte> writable() const;

@@ -83,5 +83,9 @@ constexpr std::size_t ceil_div(std::size_t value, std::size_t by) {
 constexpr std::size_t round_up(std::size_t value, std::size_t to) {
   return ceil_div(value, to) * to;
 }
+// What is left of a value above this room: never less than nothing.
+constexpr std::size_t beyond(std::size_t value, std::size_t room) {
+  return value > room ? value - room : 0;
+}
 
 }  // namespace strata

@@ -1,7 +1,6 @@
 #include "engine/ranks/courier.hpp"
 
 #include <stdexcept>
-#include <utility>
 
 #include "memory/check.hpp"
 

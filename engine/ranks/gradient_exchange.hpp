@@ -45,7 +45,6 @@
 // can be added as it comes.
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <memory>

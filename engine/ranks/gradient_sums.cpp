@@ -2,7 +2,6 @@
 
 #include <string>
 
-#include "engine/checks.hpp"
 #include "engine/fingerprint.hpp"
 #include "memory/result.hpp"
 

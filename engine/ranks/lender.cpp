@@ -1,9 +1,6 @@
 #include "engine/ranks/lender.hpp"
 
 #include <algorithm>
-#include <utility>
-
-#include "memory/check.hpp"
 
 namespace strata {
 

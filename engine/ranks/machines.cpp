@@ -3,7 +3,6 @@
 #include <array>
 #include <chrono>
 #include <cstdint>
-#include <exception>
 #include <stdexcept>
 #include <string>
 #include <thread>
@@ -52,11 +51,10 @@ std::vector<Hello> Machines::greet(const Hello& mine) {
     try {
       wire_->receive(far_[i], room, patience);
     } catch (const std::runtime_error& error) {
-      Error late;
-      late.what = "rank " + std::to_string(far_[i]) + " on " + config_.machine(far_[i]) +
-                  " did not meet rank " + std::to_string(config_.rank) + " on " +
-                  config_.machine(config_.rank) + ": " + error.what();
-      throw StrataError(std::move(late));
+      throw StrataError({.what = "rank " + std::to_string(far_[i]) + " on " +
+                                 config_.machine(far_[i]) + " did not meet rank " +
+                                 std::to_string(config_.rank) + " on " +
+                                 config_.machine(config_.rank) + ": " + error.what()});
     }
   }
   return heard;

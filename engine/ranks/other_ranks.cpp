@@ -8,7 +8,6 @@
 #include <string>
 #include <utility>
 
-#include "engine/checks.hpp"
 #include "memory/check.hpp"
 
 namespace strata {
@@ -170,10 +169,7 @@ void OtherRanks::tell_failure() {
 void OtherRanks::fail(std::uint32_t cause, std::string what) {
   if (base_.gate.failure()) return;
   cause_ = cause;
-  Error error;
-  error.fault = Fault::cancelled;
-  error.what = std::move(what);
-  base_.gate.fail(std::move(error));
+  base_.gate.fail({.fault = Fault::cancelled, .what = std::move(what)});
 }
 
 // Of a rank that trains no more: with its machine, the step, and the unit that it was in last.

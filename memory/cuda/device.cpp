@@ -1,7 +1,5 @@
 #include "memory/cuda/device.hpp"
 
-#include <utility>
-
 #include "memory/check.hpp"
 #include "memory/cuda/library.hpp"
 

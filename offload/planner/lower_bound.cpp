@@ -37,10 +37,6 @@
 namespace strata {
 namespace {
 
-std::uint64_t beyond(std::uint64_t sum, std::uint64_t room) {
-  return sum > room ? sum - room : 0;
-}
-
 // What choosing units may spare of the sum, where they may weigh so much together: the most that
 // fractions of them spare, the best first.
 class Spared final {

@@ -104,18 +104,15 @@ std::optional<Shortage> Resting::shortage(const Swapped& swapped) const {
 }
 
 std::optional<std::uint64_t> Resting::excess(const Swapped& swapped) const {
-  const auto over = [](std::uint64_t bytes, std::uint64_t room) {
-    return bytes > room ? bytes - room : 0;
-  };
   std::optional<std::uint64_t> least;
   if (swapped.ssd_bytes == 0 && swapped.host_bytes <= budgets_.host_bytes) {
-    least = over(total_, budgets_.host_bytes - swapped.host_bytes);
+    least = beyond(total_, budgets_.host_bytes - swapped.host_bytes);
   }
   const std::uint64_t fixed = budgets_.staging_bytes + swapped.host_bytes;
   const bool takes_ssd = budgets_.ssd_bytes != 0 && swapped.ssd_bytes <= budgets_.ssd_bytes;
   if (takes_ssd && fixed <= budgets_.host_bytes) {
-    const std::uint64_t beyond_host = over(total_, budgets_.host_bytes - fixed);
-    const std::uint64_t rest = over(beyond_host, budgets_.ssd_bytes - swapped.ssd_bytes);
+    const std::uint64_t beyond_host = beyond(total_, budgets_.host_bytes - fixed);
+    const std::uint64_t rest = beyond(beyond_host, budgets_.ssd_bytes - swapped.ssd_bytes);
     least = least ? std::min(*least, rest) : rest;
   }
   return least;

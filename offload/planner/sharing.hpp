@@ -13,8 +13,6 @@
 // make it worse: it is a lower bound. y(a) is what a second of lane a's work costs the step.
 #pragma once
 
-#include <array>
-
 #include "offload/planner/costs.hpp"
 
 namespace strata {

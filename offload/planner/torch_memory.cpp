@@ -6,14 +6,6 @@
 #include "offload/planner/use_spans.hpp"
 
 namespace strata {
-namespace {
-
-std::uint64_t less(std::uint64_t a, std::uint64_t b) {
-  return a > b ? a - b : 0;
-}
-
-}  // namespace
-
 TorchMemory::TorchMemory(const Trace& trace, const Lifetimes& lives)
     : trace_(trace),
       lives_(lives),
@@ -56,7 +48,7 @@ void TorchMemory::take_apart() {
     Moment& moment = moments_[i];
     moment.slices = of.slices_traced;
     moment.grads = use.backward ? of.grad_bytes : 0;
-    moment.base = less(use.live_bytes, lives_.held_bytes[i]);
+    moment.base = beyond(use.live_bytes, lives_.held_bytes[i]);
     moment.gap_known = use.gap_peak_bytes != 0;
     std::uint64_t saved = 0;
     std::uint64_t again = 0;     // what a forward of the unit reaches: recomputing reaches it too
@@ -72,14 +64,14 @@ void TorchMemory::take_apart() {
       moment.own_again += group.other_bytes;
       again = std::max(again, moments_[group.born].saving);
     }
-    moment.gap_base = less(use.gap_peak_bytes, lives_.held_bytes[i] - returned);
+    moment.gap_base = beyond(use.gap_peak_bytes, lives_.held_bytes[i] - returned);
     if (!use.backward) {
       moment.saving = kept ? grown : grown + saved;
-      moment.recomputing = kept ? less(grown, saved) : grown;
+      moment.recomputing = kept ? beyond(grown, saved) : grown;
       continue;
     }
-    moment.saving = kept ? grown : less(grown, moment.own_again);
-    moment.recomputing = std::max(moment.saving, kept ? less(again, moment.own_again) : 0);
+    moment.saving = kept ? grown : beyond(grown, moment.own_again);
+    moment.recomputing = std::max(moment.saving, kept ? beyond(again, moment.own_again) : 0);
   }
 }
 
@@ -116,8 +108,8 @@ std::uint64_t TorchMemory::sliced(std::uint64_t bytes, std::size_t use,
   if (plan.slices <= moment.slices) return ceil_div(bytes, plan.slices);
   const std::uint64_t inputs = lives_.units[index(trace_.uses[use].unit)].input_bytes;
   const std::uint64_t shared = 3 * moment.grads + 2 * inputs;
-  if (moment.slices == 1) return ceil_div(less(bytes, moment.grads), plan.slices) + shared;
-  const std::uint64_t divided = less(bytes, moment.slices * shared);
+  if (moment.slices == 1) return ceil_div(beyond(bytes, moment.grads), plan.slices) + shared;
+  const std::uint64_t divided = beyond(bytes, moment.slices * shared);
   return ceil_div(divided, plan.slices) + std::min(shared, ceil_div(bytes, moment.slices));
 }
 
@@ -193,7 +185,7 @@ std::vector<std::uint64_t> TorchMemory::curve(std::span<const UnitPlan> units,
     }
     if (moment.inner_peak == 0) continue;
     for (std::size_t k = i; k <= moment.inner_end; ++k) {
-      curve[i] = std::max(curve[i], less(moment.inner_peak + held[k], lives_.held_bytes[k]));
+      curve[i] = std::max(curve[i], beyond(moment.inner_peak + held[k], lives_.held_bytes[k]));
     }
   }
   curve.back() = trace_.tail_peak_bytes;

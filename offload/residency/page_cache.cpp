@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <utility>
 
 #include "memory/check.hpp"
 
@@ -26,17 +25,13 @@ void PageCache::promote(PageId page) {
   table_.finish_fill(page, Tier::host);
 }
 
-void PageCache::demote(PageId page, Placement to) {
-  STRATA_ASSERT(table_.tier(page) == Tier::host && to.tier != Tier::host);
-  STRATA_ASSERT(staged(page) == nullptr);
-  const HostFrameId frame = table_.placement(page).host_frame();
-  table_.place(page, to);
-  staged_.push_back({.frame = frame, .page = page, .last_use = ++use_});
-}
-
 void PageCache::retarget(PageId page, Placement to) {
-  STRATA_ASSERT(table_.tier(page) != Tier::host && to.tier != Tier::host);
+  const Placement from = table_.placement(page);
+  STRATA_ASSERT(to.tier != Tier::host);
   table_.place(page, to);
+  if (from.tier != Tier::host) return;
+  STRATA_ASSERT(staged(page) == nullptr);
+  staged_.push_back({.frame = from.host_frame(), .page = page, .last_use = ++use_});
 }
 
 bool PageCache::at_rest(PageId page, Tier before) {

@@ -1,8 +1,8 @@
 // PageCache: the one way to a page's bytes. What opens a page is a Pin: while it lives the page
 // stays where it was opened, for the intent that it was opened with. Pages that rest in host memory
-// keep their frame until they are demoted; pages that rest elsewhere, in slots or on the device,
-// pass through a bounded set of staging frames: fetched when they are opened, written back when
-// they have changed, and evicted least recently used first. Gradients that land, parameters on
+// keep their frame until they come to rest elsewhere; pages that rest elsewhere, in slots or on the
+// device, pass through a bounded set of staging frames: fetched when they are opened, written back
+// when they have changed, and evicted least recently used first. Gradients that land, parameters on
 // their way to the device and chunks under update all come here, so there is one place that can run
 // out, and one rule for it. A page that another rank holds is opened, to be read, where it lies
 // there.
@@ -27,6 +27,7 @@
 
 #include <cstdint>
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include "memory/page_table.hpp"
@@ -51,7 +52,7 @@ class PageCache;
 class [[nodiscard]] Pin final {
  public:
   Pin() = default;
-  Pin(Pin&& other) noexcept;
+  Pin(Pin&& other) noexcept { *this = std::move(other); }
   Pin& operator=(Pin&& other) noexcept;
   ~Pin() { close(); }
 
@@ -127,10 +128,8 @@ class PageCache final {
   // The page rests in host memory from here on. REQUIRES: nothing of it is held anywhere; the pool
   // has a frame.
   void promote(PageId page);
-  // The page rests at `to` from here on, on the device or in a slot. Its frame in host memory joins
-  // the staging area, with the page in it. REQUIRES: it rests in host memory.
-  void demote(PageId page, Placement to);
-  // The page, which rests on the device or in a slot, rests in the other one from here on.
+  // The page rests at `to` from here on, on the device or in a slot. Where it rested in host
+  // memory, its frame there joins the staging area, with the page in it.
   void retarget(PageId page, Placement to);
   // True once the page is where it rests, and neither host memory nor the tier that it rested in
   // before holds it; until then brings that nearer. A page of zeros is nowhere.

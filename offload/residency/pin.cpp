@@ -5,13 +5,6 @@
 
 namespace strata {
 
-Pin::Pin(Pin&& other) noexcept
-    : cache_(std::exchange(other.cache_, nullptr)),
-      page_(other.page_),
-      tier_(other.tier_),
-      intent_(other.intent_),
-      bytes_(other.bytes_) {}
-
 Pin& Pin::operator=(Pin&& other) noexcept {
   if (this == &other) return *this;
   close();

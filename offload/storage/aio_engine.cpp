@@ -113,9 +113,7 @@ std::unique_ptr<IoEngine> make_aio_engine(Doorbell* bell, std::uint32_t depth, E
   auto engine = std::make_unique<AioEngine>(bell, depth);
   const int result = engine->set_up();
   if (result >= 0) return engine;
-  *error = Error{};
-  error->what = "libaio cannot be set up here (see fs.aio-max-nr)";
-  error->errno_value = -result;
+  *error = {.what = "libaio cannot be set up here (see fs.aio-max-nr)", .errno_value = -result};
   return nullptr;
 }
 

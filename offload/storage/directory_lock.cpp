@@ -97,12 +97,10 @@ bool append(int fd, const std::string& line) {
 }
 
 [[noreturn]] void fail(const std::string& what, const std::string& path, int errno_value) {
-  Error error;
-  error.fault = errno_value == ENOSPC ? Fault::no_space : Fault::config;
-  error.what = what;
-  error.path = path;
-  error.errno_value = errno_value;
-  throw StrataError(std::move(error));
+  throw StrataError({.fault = errno_value == ENOSPC ? Fault::no_space : Fault::config,
+                     .what = what,
+                     .errno_value = errno_value,
+                     .path = path});
 }
 
 }  // namespace

@@ -8,9 +8,7 @@
 #include <sys/statvfs.h>
 #include <unistd.h>
 
-#include <array>
 #include <cerrno>
-#include <cstdio>
 
 #include "memory/check.hpp"
 #include "memory/result.hpp"
@@ -21,12 +19,7 @@ namespace {
 
 [[noreturn]] void fail(Fault fault, const std::string& what, const std::string& path,
                        int errno_value) {
-  Error error;
-  error.fault = fault;
-  error.what = what;
-  error.path = path;
-  error.errno_value = errno_value;
-  throw StrataError(std::move(error));
+  throw StrataError({.fault = fault, .what = what, .errno_value = errno_value, .path = path});
 }
 
 // Returns the folder, so that it can be checked before the lock in it is taken.
@@ -40,18 +33,6 @@ const std::string& checked(const std::string& folder) {
     fail(Fault::config, "the SSD path cannot be written to", folder, errno);
   }
   return folder;
-}
-
-// As open() does, with O_DIRECT where the file system has it. `direct` says whether it has.
-int open_direct(const std::string& path, int flags, bool& direct) {
-  direct = true;
-  int fd = open(path.c_str(), flags | O_CLOEXEC | O_DIRECT, 0600);
-  if (fd < 0 && errno == EINVAL) {
-    direct = false;
-    if ((flags & O_CREAT) != 0) unlink(path.c_str());  // some make the file before they refuse
-    fd = open(path.c_str(), flags | O_CLOEXEC, 0600);
-  }
-  return fd;
 }
 
 }  // namespace
@@ -79,8 +60,7 @@ PageFile::PageFile(const std::string& folder, const std::string& name, Existing 
     : folder_(folder), place_(name.starts_with('/') ? name : folder + "/" + name) {
   const bool writes = use == Existing::to_write;
   if (writes) lock_.emplace(checked(folder));
-  bool direct = true;
-  fd_ = open_direct(place_, (writes ? O_RDWR : O_RDONLY) | O_NOFOLLOW | O_NONBLOCK, direct);
+  fd_ = open_direct(place_, (writes ? O_RDWR : O_RDONLY) | O_NOFOLLOW | O_NONBLOCK);
   if (fd_ < 0) fail(Fault::config, "the page file of a snapshot cannot be opened", place_, errno);
   try {
     struct stat status {};
@@ -93,7 +73,6 @@ PageFile::PageFile(const std::string& folder, const std::string& name, Existing 
     close(fd_);
     throw;
   }
-  if (!direct) warn_of_cache();
 }
 
 PageFile::~PageFile() {
@@ -127,9 +106,7 @@ void PageFile::resize(std::uint64_t bytes) {
 // a name later, and between the two steps a killed process would leave a file that nobody lists.
 // Whatever the reason is that a file system has none, the named file meets the real one again.
 bool PageFile::make_nameless() {
-  bool direct = true;
-  fd_ = open_direct(folder_, O_RDWR | O_TMPFILE, direct);
-  if (fd_ >= 0 && !direct) warn_of_cache();
+  fd_ = open_direct(folder_, O_RDWR | O_TMPFILE);
   return fd_ >= 0;
 }
 
@@ -138,10 +115,8 @@ void PageFile::make_named() {
   const std::string name = DirectoryLock::make_name();
   lock_->list(name);
   path_ = place_ = folder_ + "/" + name;
-  bool direct = true;
-  fd_ = open_direct(path_, O_RDWR | O_CREAT | O_EXCL, direct);
+  fd_ = open_direct(path_, O_RDWR | O_CREAT | O_EXCL);
   if (fd_ < 0) fail(Fault::config, "the swap file cannot be made", path_, errno);
-  if (!direct) warn_of_cache();
 }
 
 bool PageFile::keep_linkable() {
@@ -162,9 +137,16 @@ void PageFile::have_alone() {
   fail(Fault::busy, "another session writes to this page file", place_, 0);
 }
 
-void PageFile::warn_of_cache() {
+// As open() does, with O_DIRECT where the file system has it; else with a warning.
+int PageFile::open_direct(const std::string& path, int flags) {
+  int fd = open(path.c_str(), flags | O_CLOEXEC | O_DIRECT, 0600);
+  if (fd >= 0 || errno != EINVAL) return fd;
+  if ((flags & O_CREAT) != 0) unlink(path.c_str());  // some make the file before they refuse
+  fd = open(path.c_str(), flags | O_CLOEXEC, 0600);
+  if (fd < 0) return fd;
   warnings_.push_back("the filesystem of " + folder_ +
                       " refuses O_DIRECT: pages pass through the page cache");
+  return fd;
 }
 
 void PageFile::preallocate(std::uint64_t from, std::uint64_t to) {

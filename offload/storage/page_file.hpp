@@ -59,7 +59,7 @@ class PageFile final {
   void have_alone();
   bool make_nameless();
   void make_named();
-  void warn_of_cache();
+  int open_direct(const std::string& path, int flags);
   void preallocate(std::uint64_t from, std::uint64_t to);
   void remove();
 

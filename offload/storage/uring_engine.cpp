@@ -32,10 +32,7 @@ void inherit(std::span<std::byte> memory, bool by_children) {
 }
 
 Error ring_error(const char* what, int result) {
-  Error error;
-  error.what = what;
-  error.errno_value = -result;
-  return error;
+  return {.what = what, .errno_value = -result};
 }
 
 // Whoever submits a request of direct I/O builds it: every 4 KiB of its buffer are looked up, some

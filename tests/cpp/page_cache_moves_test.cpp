@@ -10,7 +10,7 @@ namespace {
 constexpr PageId kA{0}, kB{1}, kC{2};
 
 void demote(SmallCore& core, PageId page) {
-  core.cache->demote(page, core.acquire_slot());
+  core.cache->retarget(page, core.acquire_slot());
 }
 
 TEST(PageCacheDemote, ThePageStaysUntilItIsEvicted) {
@@ -88,7 +88,7 @@ TEST(PageCache, PagesThatAreAddedRestWhereTheyArePut) {
   }
   // And back: it holds nothing any more, so its frame is free at once.
   ASSERT_TRUE(core.cache->discard(second));
-  core.cache->demote(second, {});
+  core.cache->retarget(second, {});
   EXPECT_TRUE(core.cache->shrink_staging(second));
   EXPECT_EQ(core.host().free_count(), 1U);
 }

@@ -76,7 +76,6 @@ TEST(SharedArea, AnotherProcessReadsAndWrites) {
   Forked other([&] {
     EXPECT_FALSE(maps_file("strata-test")) << "a child has no mapping of its parent's";
     MappedArea mapped(area.descriptor(), kBytes, Access::read_write);
-    mapped.populate(kBytes);
     EXPECT_EQ(mapped.bytes()[5], std::byte{7});
     mapped.writable()[kBytes - 1] = std::byte{9};
   });
@@ -118,8 +117,6 @@ TEST(MappedArea, ReadOnlyIsReadOnly) {
   SharedArea area("strata-test", kBytes);
   area.bytes()[0] = std::byte{1};
   MappedArea mapped(area.descriptor(), kBytes, Access::read_only);
-  mapped.populate(kMiB);
-  EXPECT_GE(resident_pages(mapped.bytes()), kMiB / kKernelPageBytes);
   EXPECT_EQ(mapped.bytes()[0], std::byte{1});
   EXPECT_EQ(reinterpret_cast<std::uintptr_t>(mapped.bytes().data()) % kHugePageBytes, 0u);
   Forked writer([&] {
