@@ -127,6 +127,7 @@ class Training:
             memory=PLACES[setting.place],
             ssd_path=paths,
             update=setting.update,
+            gradient_accumulation_steps=setting.backwards,
             state_dtype=setting.state_dtype,
             page_size=setting.page_size,
             io_engine=setting.io_engine,

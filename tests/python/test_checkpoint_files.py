@@ -52,9 +52,7 @@ def test_a_checkpoint_is_complete_at_any_kill(tmp_path: Path) -> None:
     else:
         pytest.fail("the child never got by")
     assert operation > 8, "the kills did not reach the middle of a save"
-    # Killed before it could mark its folder, a saver leaves that; nothing is in it.
-    left = [p for p in tmp_path.rglob("*") if p.is_file() and p.parent != path]
-    assert [p for p in left if p.name != f"{replacing.MARKER_NAME}.tmp"] == []
+    assert [p.name for p in tmp_path.iterdir()] == ["run"], "the last one removed what was left"
 
 
 def test_the_first_save_is_absent_until_it_is_complete(tmp_path: Path) -> None:
@@ -156,6 +154,37 @@ def test_leftovers_of_the_dead_go_and_of_others_stay(
     assert "node-2" in caplog.text
     put(path, 3)
     assert not living.path.exists()
+
+
+def test_who_is_killed_before_it_marks_its_folder_leaves_nothing_for_long(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    for name in ("run.strata-abcdefgh", "run.strata-01234567"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "run.strata-01234567" / f"{replacing.MARKER_NAME}.tmp").touch()
+    mine = ["run.strata-notebook", "run.strata-abcdefghi", "run2.strata-abcdefgh"]
+    for name in mine:
+        (tmp_path / name).mkdir()
+    (tmp_path / mine[0] / "notes").touch()
+    put(path, 1)
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted(["run", *mine])
+
+
+def test_a_folder_that_is_taken_away_before_it_is_marked_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mark, taken = replacing._mark, []
+
+    def take_away_first(folder: Path, target: str) -> int:
+        if len(taken) < 2:
+            taken.append(folder)
+            replacing.remove_unmarked(tmp_path, "run")
+        return mark(folder, target)
+
+    monkeypatch.setattr(replacing, "_mark", take_away_first)
+    put(tmp_path / "run", 3)
+    assert len(set(taken)) == 2
+    assert get(tmp_path / "run") == 3
+    assert [p.name for p in tmp_path.iterdir()] == ["run"]
 
 
 def test_a_saver_with_the_same_number_is_no_obstacle(tmp_path: Path) -> None:

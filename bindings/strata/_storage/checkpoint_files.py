@@ -27,6 +27,7 @@ from .replacing import (
     is_mount_point,
     make_folder,
     remove,
+    remove_unmarked,
     sync,
     work_folders,
     write_whole,
@@ -273,6 +274,7 @@ def tidy(path: Path, is_dead: Callable[[Path], bool] = lambda _: False) -> None:
     `is_dead`: as dead_folders() has it."""
     for left in dead_folders(path.parent, path.name, is_dead):
         _clear(left, path)
+    remove_unmarked(path.parent, path.name)
 
 
 def complete_at(path: Path) -> Path | None:
@@ -308,6 +310,7 @@ def remove_checkpoint(path: Path) -> None:
         for name in (NEW_NAME, OLD_NAME):
             _remove_files(left / name)
         _clear(left, path)
+    remove_unmarked(path.parent, path.name)
     _remove_files(path)
 
 

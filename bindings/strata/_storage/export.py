@@ -45,6 +45,7 @@ from .replacing import (
     WorkFolder,
     dead_folders,
     remove,
+    remove_unmarked,
     sync,
     work_folders,
     write_whole,
@@ -195,6 +196,7 @@ def replace_export(path: Path) -> Iterator[Path]:
             _clear(work.path, path)
     for left in dead_folders(path, TARGET):
         _clear(left, path)
+    remove_unmarked(path, TARGET)
 
 
 def save_shard(tensors: dict[str, torch.Tensor], path: Path) -> None:
@@ -308,6 +310,7 @@ def remove_export(path: Path, others: Iterable[str] = ()) -> None:
         file.unlink()
     for left in dead_folders(path, TARGET):
         remove(left)
+    remove_unmarked(path, TARGET)
 
 
 def _is_weights(file: Path) -> bool:

@@ -4,6 +4,7 @@
         ...                                            # fill work.path, rename, empty it
     for left in dead_folders(parent, "run"):           # of processes that were killed
         remove(left)
+    remove_unmarked(parent, "run")                     # likewise
 
 Each has a name that nobody else can have, and a marker inside, by which alone it is known to be
 ours: files and folders of the user are never touched, whatever they are called.
@@ -11,7 +12,9 @@ ours: files and folders of the user are never touched, whatever they are called.
 Note [Who is dead]. The marker is locked (flock) for as long as its process lives, however that
 ends. A process number would say less: in containers it is often 1, and means nothing outside. A
 lock may not be seen across machines, so a folder is only judged on the machine, and in the boot,
-that it was made in; others are left alone, with a warning.
+that it was made in; others are left alone, with a warning. A process that is killed before it has
+marked its folder leaves an empty one. Nobody can tell whose that is, so whoever cleans up removes
+it, and a process that still lives makes another.
 
 Use from one thread at a time.
 """
@@ -34,6 +37,7 @@ from .._config import machine
 MARKER_NAME = "strata-work.json"
 PREFIX_END = ".strata-"
 UNMARKED = re.compile(r"[a-z0-9_]{8}")  # as tempfile ends names
+ATTEMPTS = 10  # to have a folder that nobody takes away before it is marked
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 log = logging.getLogger("strata")
@@ -49,12 +53,16 @@ class WorkFolder(contextlib.AbstractContextManager["WorkFolder"]):
 
     def __init__(self, parent: Path, target: str) -> None:
         """Makes and marks it. Raises OSError where `parent` cannot be written to."""
-        self.path = Path(tempfile.mkdtemp(prefix=_prefix(target), dir=parent))
-        try:
-            self._marker = _mark(self.path, target)
-        except BaseException:
-            shutil.rmtree(self.path, ignore_errors=True)
-            raise
+        for left in reversed(range(ATTEMPTS)):
+            self.path = Path(tempfile.mkdtemp(prefix=_prefix(target), dir=parent))
+            try:
+                self._marker = _mark(self.path, target)
+                return
+            except BaseException as error:
+                shutil.rmtree(self.path, ignore_errors=True)
+                # See Note [Who is dead]: somebody has taken it for a dead one's.
+                if not isinstance(error, FileNotFoundError) or left == 0:
+                    raise
 
     def __exit__(self, *_: object) -> None:
         """From here on the folder, if it is still there, is a leftover."""
@@ -113,7 +121,7 @@ def remove(folder: Path) -> None:
 
 def remove_unmarked(parent: Path, target: str) -> None:
     """Removes work folders for `target` whose process was killed before it marked them, or behind
-    the removal of the marker: empty ones. REQUIRES: the process that works on it is dead."""
+    the removal of the marker: empty ones."""
     for folder in parent.iterdir() if parent.is_dir() else []:
         if folder.name.startswith(_prefix(target)) and UNMARKED.fullmatch(
             folder.name[len(_prefix(target)) :]

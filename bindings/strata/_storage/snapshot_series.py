@@ -27,7 +27,7 @@ from .checkpoint_files import (
     replace_folder,
     tidy,
 )
-from .replacing import remove_unmarked, sync, targets_of_work
+from .replacing import sync, targets_of_work
 from .snapshot_files import REMOVED_NAME, check_drives, id_at, links_at, read_snapshot
 from .snapshot_links import mark_complete, mark_pending, pending_on, remove_halves, remove_links
 
@@ -109,7 +109,6 @@ def _clear_folder(folder: Path, identity: str) -> None:
     if not STEP_NAME.fullmatch(folder.name):
         return
     tidy(folder, lambda work: identity in (id_at(work / OLD_NAME), id_at(work / NEW_NAME)))
-    remove_unmarked(folder.parent, folder.name)
     finish_removal(folder)
     with contextlib.suppress(OSError):  # it is not there, or not empty
         folder.rmdir()
