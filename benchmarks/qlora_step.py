@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from .common import GIB, MIB, BenchError, Context, Figure
 from .models import parameter_count
 
-HIDDEN, LAYERS, TOKENS, STEPS = 2048, 20, 512, 4  # 1.0 B
+HIDDEN, LAYERS, TOKENS = 2048, 20, 512  # 1.0 B
+STEPS, WARM_STEPS = 7, 4  # strata records, times, plans and moves pages in the first ones
 QUICK_LAYERS = 2
 SIDES = {
     "bitsandbytes": (),
@@ -22,7 +23,7 @@ TARGETS = {"resident": 1.0, "streamed": 1.15}
 
 
 def measure(side: str, layers: int, context: Context) -> float:
-    """Seconds of a step: the median of those behind the first two, which plan and warm up."""
+    """Seconds of a step: the median of those behind the first ones, which plan and warm up."""
     numbers = {"hidden": HIDDEN, "layers": layers, "tokens": TOKENS, "steps": STEPS}
     program = side if side == "bitsandbytes" else "strata"
     with context.scratch() as folder:
@@ -41,7 +42,7 @@ def measure(side: str, layers: int, context: Context) -> float:
     if done.returncode != 0:
         raise BenchError(f"{side} failed: {done.stderr.strip()[-500:]}")
     seconds: list[float] = json.loads(done.stdout.splitlines()[-1])["seconds"]
-    return statistics.median(seconds[2:])
+    return statistics.median(seconds[WARM_STEPS:])
 
 
 def run(context: Context) -> Iterator[Figure]:
