@@ -19,10 +19,11 @@ std::uint32_t fit_slots(const SavedFiles& saved, std::size_t slot_bytes, std::ui
     refuse("these files have more slots than there are numbers");
   }
   for (const SavedFiles::Slot& kept : saved.slots) {
-    const std::string name = "slot " + std::to_string(index(kept.slot));
-    if (index(kept.slot) >= slots_there()) refuse(name + " lies beyond the end of the files");
-    if (fits_slot(kept.contents.bytes, slot_bytes)) continue;
-    refuse(name + " cannot hold " + std::to_string(kept.contents.bytes) + " bytes");
+    const bool there = index(kept.slot) < slots_there();
+    if (there && fits_slot(kept.contents.bytes, slot_bytes)) continue;
+    refuse("slot " + std::to_string(index(kept.slot)) +
+           (there ? " cannot hold " + std::to_string(kept.contents.bytes) + " bytes"
+                  : " lies beyond the end of the files"));
   }
   lengthen(saved.files, ceil_div(grown, stripes) * slot_bytes);
   return static_cast<std::uint32_t>(slots_there());

@@ -96,13 +96,10 @@ def meta() -> Made:
     return model, torch.optim.AdamW(model.parameters())
 
 
-THOROUGH = [
-    (build, {"memory": ROOMY, "update": "in_backward"}),
-    (build, {"memory": SMALL, "dtype": torch.bfloat16}),
-]
 CASES = [
     (meta, {"memory": ROOMY}),
-    *(thorough(*case) for case in THOROUGH),
+    thorough(build, {"memory": ROOMY, "update": "in_backward"}),
+    thorough(build, {"memory": SMALL, "dtype": torch.bfloat16}),
 ]
 
 

@@ -16,7 +16,6 @@ import torch
 import torchrun_programs as programs
 from finetune_runs import arguments, lines, tensors
 from transformers import LlamaConfig, LlamaForCausalLM
-from variants import thorough
 
 pytestmark = pytest.mark.thorough
 
@@ -280,12 +279,12 @@ def test_ctrl_c_ends_all_ranks_with_a_checkpoint(
             {"snapshot-every": 2, "update": "lock-free:1", "ssd-path": "."},
             "--snapshot-every: gradients of several ranks that wait",
         ),
-        thorough(
+        (
             {"sequence": 2000, "batch": 4, "device-memory": "1GiB"},
             "less than a batch for each of 2 ranks",
         ),
-        thorough({"data": "nowhere"}, "no data at nowhere"),
-        thorough({"device-memory": "64KiB"}, "infeasible"),
+        ({"data": "nowhere"}, "no data at nowhere"),
+        ({"device-memory": "64KiB"}, "infeasible"),
     ],
 )
 def test_finetune_refuses_by_name_and_nobody_hangs(

@@ -104,16 +104,22 @@ def _check_role(
     if end > per_page * len(pages):
         fail("a chunk has elements without pages")
     found = _check_pages(pages, slots, size, fail)
-    tensors = {manifest["parts"][part][0] for part, *_ in chunk["runs"]}
-    coded = any("stored" in manifest["params"][tensor] for tensor in tensors)
+    short = [i for i, page in enumerate(pages) if page and bytes_held(page, size) < size]
+    if short and _is_coded(manifest, chunk):
+        fail("a page has fewer bytes than its elements")  # their scales lie at its end
     moment = ELEMENT_BYTES[manifest["moment_dtype"]]
     element = moment if role in ROLES[2:] else size // per_page
-    for number, page in enumerate(pages):
-        count = min(per_page, end - number * per_page)
-        needed = size if coded else begin + count * element
-        if page is not None and bytes_held(page, size) < needed:
+    for i in short:
+        needed = begin + min(per_page, end - i * per_page) * element
+        if bytes_held(pages[i], size) < needed:
             fail("a page has fewer bytes than its elements")
     return found
+
+
+def _is_coded(manifest: Manifest, chunk: dict[str, Any]) -> bool:
+    """Whether its parameters rest as codes."""
+    tensors = {manifest["parts"][part][0] for part, *_ in chunk["runs"]}
+    return any("stored" in manifest["params"][tensor] for tensor in tensors)
 
 
 def _check_pages(pages: list[Any], slots: set[int], size: Any, fail: Fail) -> set[int]:
