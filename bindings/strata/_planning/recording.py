@@ -6,9 +6,10 @@
     recording.end()                             # the step is over
 
 Note [Smaller]. Nothing is known of a batch before its first step. So in that one
-1. inputs of recomputed units leave for host memory, or the SSD, where those of all units to come
-   would take more than half of what is left of the device. Room for them is made before the step,
-   when their size can only be guessed: as many bytes a token as the unit's first matrix is wide;
+1. inputs of recomputed units leave for host memory, or the SSD, where all of them would take more
+   than half of what is left of the device. Then all leave for which there is room: one that stays
+   leaves less to each backward, and makes slices. Room is made before the step, when their size
+   can only be guessed: as many bytes a token as the unit's first matrix is wide;
 2. a unit whose backward is expected to take more than is left runs its forward again, on slices;
    so does one whose forward ran out of memory. Random numbers go on where the first run ended. A
    backward is expected to take what the forward of a slice saved. Where PyTorch's memory has a
@@ -62,7 +63,6 @@ class Recording:
         self._running = False
         self._ran_out = False
         self._errors = 0  # of the device's allocator, when the step began
-        self._to_come: set[int] = set()  # units that have not run yet
         self._room = [0, 0]  # of host memory and the SSD, for inputs
 
     @property
@@ -92,15 +92,12 @@ class Recording:
     def begin(self, host_bytes: int, ssd_bytes: int) -> None:
         """The step begins; so much room was made."""
         self._room = [host_bytes, ssd_bytes]
-        self._to_come = set()
         slices = 2**self._troubles if self.may_slice else 1
         self._state.may_split = self._state.may_split or slices > 1
         for unit in self._state.units:
             again = self._recomputes(unit)
             unit.activation = "recompute" if again else "keep"
             unit.slices = slices if again else 1
-            if again:
-                self._to_come.add(unit.index)
         self._running, self._ran_out = True, False
         self._errors = self._allocator_errors()
 
@@ -215,12 +212,9 @@ class Recording:
         return self._goal.device_bytes - self._pages() - held
 
     def _place_inputs(self, unit: Unit, tensors: Sequence[torch.Tensor]) -> None:
-        self._to_come.discard(unit.index)
         if unit.activation != "recompute":
             return
         needed = sum(t.nbytes for t in tensors if t.nbytes >= BYTES_MIN)
-        if not self._troubles and needed * (len(self._to_come) + 1) <= self._left() // 2:
-            return
         for tier, activation in enumerate(("recompute_host", "recompute_ssd")):
             if needed <= self._room[tier]:
                 self._room[tier] -= needed
