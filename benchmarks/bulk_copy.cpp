@@ -88,7 +88,8 @@ class CudaBulk final : public BulkCopy {
 
   void take() {
     const std::span<std::byte> host = host_.bytes();
-    check("pin host memory", device_.call(&CudaDriver::host_register, host.data(), host.size()));
+    check("pin host memory",
+          device_.call(&CudaDriver::host_register, host.data(), host.size(), false));
     pinned_ = true;
     check("reserve addresses", device_.call(&CudaDriver::address_reserve, bytes_, &at_));
     CudaMemory memory{};

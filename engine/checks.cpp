@@ -79,6 +79,12 @@ void check_param_spec(const Config& config, const ParamSpec& param) {
   if (index(param.unit) >= config.units.size()) refuse(param.name + " is in a unit without a name");
   if (param.group >= config.groups.size()) refuse(param.name + " is in a group that is not there");
   if (param.stored) check_codes(param);
+  if (param.stored && config.ranks > 1 && config.device != "host") {
+    refuse(
+        param.name +
+        " is to rest as codes, and several ranks on GPUs have no kernel that reads those of each "
+        "other: take frozen=\"as-is\"");
+  }
   if (param.numel > kNumelMax) refuse(param.name + " has more elements than any memory");
 }
 
@@ -107,9 +113,6 @@ void check_config(const Config& config) {
   if (config.rank >= config.ranks) refuse("there is no such rank among so many");
   if (!config.machines.empty() && config.machines.size() != config.ranks) {
     refuse("each rank has a machine");
-  }
-  if (config.ranks > 1 && config.device != "host") {
-    refuse("several ranks of a machine share its host memory, and compute there: device=\"host\"");
   }
   if (config.compute_threads < 0) refuse("the number of compute threads is negative");
   if (config.max_staleness > kStalenessMax) {

@@ -106,12 +106,16 @@ void Foundation::meet_others() {
   const std::size_t relayed_bytes = claims.relay_frames * layout.page_bytes;
   peers = std::make_unique<Peers>(owns.rank,
                                   meeting->meet({.memory = {slab.bytes().data(), slab.bytes_max()},
+                                                 .claimed_bytes = slab.bytes().size(),
                                                  .memory_file = slab.descriptor(),
                                                  .bell = &bell,
                                                  .board_bytes = agreement + Whereabouts::kBytes,
                                                  .page_bytes = layout.page_bytes,
                                                  .relayed = {relayed, relayed_bytes}}));
   STRATA_ASSERT(peers->count() == config.ranks);
+  for (std::uint32_t rank = 0; rank < peers->count(); ++rank) {
+    if (rank != owns.rank) tiers.copies().pin_others(peers->claimed(rank));
+  }
   whereabouts.emplace(*peers, agreement);
   open_relay();
   remote.emplace(table, *peers, page_ranks, relay ? &*relay : nullptr);

@@ -22,14 +22,15 @@ Gradients::Gradients(Foundation& base, BetweenSteps& between, Updates& updates, 
       between_(between),
       updates_(updates),
       captures_(captures),
-      landing_(base, updates),
+      copies_(base),
+      landing_(base, updates, copies_),
       landed_(base.config.params.size(), 0),
       sum_squares_(base.config.params.size(), 0.0),
       scalings_(base.config.params.size()),
       used_(base.config.params.size(), false),
       noted_(base.config.params.size(), 0) {
   if (base.owns.alone()) return;
-  exchange_.emplace(base, updates, threads);
+  exchange_.emplace(base, updates, copies_, threads);
   sums_.emplace(base, *exchange_);
   if (base.config.update == UpdateMode::in_backward) early_.emplace(base, *exchange_);
 }

@@ -17,6 +17,7 @@
 
 #include "engine/between_steps.hpp"
 #include "engine/foundation.hpp"
+#include "engine/gradient_copies.hpp"
 #include "engine/landing.hpp"
 #include "engine/ranks/early_units.hpp"
 #include "engine/ranks/gradient_exchange.hpp"
@@ -119,7 +120,7 @@ class Gradients final {
   // By parameter: a gradient has landed since the last step.
   std::vector<bool> landed() const;
 
-  bool turn() { return landing_.turn(); }
+  bool turn() { return copies_.turn(); }
 
  private:
   void land_now(Lock& lock, const IncomingGradient& gradient) STRATA_REQUIRES(core_lock);
@@ -143,6 +144,7 @@ class Gradients final {
   BetweenSteps& between_;
   Updates& updates_;
   Captures& captures_;
+  GradientCopies copies_;
   Landing landing_;
   std::optional<GradientExchange> exchange_;  // none: this rank is alone
   std::optional<GradientSums> sums_;          // likewise

@@ -27,22 +27,22 @@ class Landing::Course final {
     GradientPlace to;
     RunSize size;
     std::size_t sums_at = 0;
-    std::uint64_t copied = 0;  // the last of its copies, counted
+    GradientCopy copied{};  // the last of its copies
     CopyTicket summed{};
     std::int64_t begin_ns = 0;
   };
 
   const Layout& layout() const { return base_.layout; }
   const DeviceMemory& device() const { return base_.tiers.device(); }
-  CopyEngine& copies() const { return base_.tiers.copies(); }
+  CopyEngine& engine() const { return base_.tiers.copies(); }
+  GradientCopies& copies() const { return landing_.copies_; }
   RunSize size_of_run(std::span<const Piece> run) const;
   std::byte* buffer(std::size_t which) const;
   double* sums_of(std::size_t sums_at) const;
 
   void wait_open(Lock& lock, GradientPlace& to) STRATA_REQUIRES(core_lock);
   void close(const GradientPlace& to);
-  void wait_for_copy(Lock& lock, std::uint64_t copy) STRATA_REQUIRES(core_lock);
-  void copy_out(std::byte* to, const std::byte* from, std::size_t bytes);
+  GradientCopy copy_out(std::byte* to, const std::byte* from, std::size_t bytes);
 
   void land_by_processor(Lock& lock, GradientPlace to) STRATA_REQUIRES(core_lock);
   void land_rest(Lock& lock) STRATA_REQUIRES(core_lock);
@@ -64,12 +64,12 @@ class Landing::Course final {
   // Runs [0, at_) have landed; [at_, asked_) are under way on the device.
   std::size_t at_ = 0;
   std::size_t asked_ = 0;
-  ExactSum sum_;              // of what has landed
-  CopyTicket made_{};         // the work that wrote the gradient
-  CopyTicket last_copied_{};  // behind these two nothing of the device touches the gradient, or ...
-  CopyTicket last_summed_{};  // ... what it lands in
-  // Run r through buffer r % kLandingFrames, where the processor lands it: its copy, counted.
-  std::array<std::uint64_t, kLandingFrames> coming_{};
+  ExactSum sum_;                // of what has landed
+  CopyTicket made_{};           // the work that wrote the gradient
+  GradientCopy last_copied_{};  // behind these two nothing of the device touches the gradient, ...
+  CopyTicket last_summed_{};    // ... or what it lands in
+  // Run r through buffer r % kLandingFrames, where the processor lands it: its copy.
+  std::array<GradientCopy, kLandingFrames> coming_{};
   std::deque<Run> under_way_;  // runs [at_, asked_), oldest first, where the device lands them
   UnderWay bytes_under_way_;
 };
@@ -92,8 +92,8 @@ class Landing::Course::Buffers final {
   }
   ~Buffers() {
     // Done already, unless an exception is on its way. Copies end in order, and so do kernels.
-    course_.base_.transfers.finish(course_.last_copied_);
-    course_.copies().wait(course_.last_summed_);
+    course_.copies().finish(course_.last_copied_);
+    course_.engine().wait(course_.last_summed_);
     course_.landing_.buffers_taken_ = false;
     course_.base_.gate.notify();
   }
@@ -107,13 +107,6 @@ class Landing::Course::Buffers final {
 ExactSum Landing::land(Lock& lock, const IncomingGradient& gradient) {
   if (lent_.takes(gradient)) return lent_.land(lock, gradient);
   return Course(*this, gradient).land_all(lock);
-}
-
-bool Landing::turn() {
-  const std::size_t done = base_.transfers.take(Requester::gradients).size();
-  copies_done_ += done;
-  STRATA_ASSERT(copies_done_ <= copies_);
-  return done != 0;
 }
 
 ExactSum Landing::Course::land_all(Lock& lock) {
@@ -164,19 +157,9 @@ void Landing::Course::close(const GradientPlace& to) {
   }
 }
 
-void Landing::Course::copy_out(std::byte* to, const std::byte* from, std::size_t bytes) {
-  // The copy engine takes one kind of pointer for both ways; a copy out only reads through it.
-  auto* const source = const_cast<std::byte*>(from);
-  last_copied_ = base_.transfers.copy(
-      Link::download,
-      {.device = source, .host = to, .bytes = bytes, .after = made_, .unit = gradient_.unit},
-      Requester::gradients);
-  ++landing_.copies_;
-}
-
-void Landing::Course::wait_for_copy(Lock& lock, std::uint64_t copy) {
-  base_.gate.wait(lock, [&] { return landing_.copies_done_ >= copy; },
-                  {"computation on the device", gradient_.unit});
+GradientCopy Landing::Course::copy_out(std::byte* to, const std::byte* from, std::size_t bytes) {
+  last_copied_ = copies().ask(to, from, bytes, made_, gradient_.unit);
+  return last_copied_;
 }
 
 // The next run, without the lock: nobody else touches these bytes.
@@ -186,7 +169,7 @@ void Landing::Course::land_by_processor(Lock& lock, GradientPlace to) {
   const std::byte* from = gradient_.at(to.run().front());
   if (!device().reachable()) {
     const std::size_t which = at_ % kLandingFrames;
-    wait_for_copy(lock, coming_[which]);
+    copies().wait(lock, coming_[which], gradient_.unit);
     from = buffer(which);
   }
   // 2. It lands.
@@ -227,15 +210,14 @@ void Landing::Course::ask_ahead() {
     const Piece& last = runs_[asked_].back();
     const std::size_t count = last.in_param + last.count - first.in_param;
     const std::size_t which = asked_ % kLandingFrames;
-    copy_out(buffer(which), gradient_.at(first), count * size_of(gradient_.dtype));
-    coming_[which] = landing_.copies_;
+    coming_[which] = copy_out(buffer(which), gradient_.at(first), count * size_of(gradient_.dtype));
   }
 }
 
 // See Note [Ways to land].
 void Landing::Course::land_from_device(Lock& lock) {
   const Buffers buffers(*this, lock);
-  made_ = copies().record(gradient_.stream);
+  made_ = engine().record(gradient_.stream);
   // 1. As far as the device lands it, several runs at a time.
   std::optional<GradientPlace> left;
   const std::size_t end = device_may_land() ? runs_.size() : 0;
@@ -303,7 +285,7 @@ void Landing::Course::land_there(GradientPlace to, RunSize size) {
   run.sums_at = bytes_under_way_.begin(size);
   // 1. Bytes that go to host memory.
   if (!run.to.on_device()) copy_there(run.to);
-  run.copied = landing_.copies_;
+  run.copied = last_copied_;
   // 2. Sums, and bytes that stay on the device.
   std::vector<LandSpan> landings;
   double* sums = sums_of(run.sums_at);
@@ -321,7 +303,7 @@ void Landing::Course::land_there(GradientPlace to, RunSize size) {
   }
   STRATA_ASSERT(sums == sums_of(run.sums_at) + size.sums);
   std::string why = base_.tiers.compute()->land(landings, gradient_.stream);
-  last_summed_ = run.summed = copies().record(gradient_.stream);
+  last_summed_ = run.summed = engine().record(gradient_.stream);
   ++asked_;
   if (why.empty()) return;
   base_.gate.fail(
@@ -331,7 +313,7 @@ void Landing::Course::land_there(GradientPlace to, RunSize size) {
 
 // Waits for the device to have landed the first run that is under way.
 void Landing::Course::finish_oldest(Lock& lock) {
-  wait_for_copy(lock, under_way_.front().copied);
+  copies().wait(lock, under_way_.front().copied, gradient_.unit);
   base_.wait_for(lock, under_way_.front().summed, gradient_.unit);
   Run run = std::move(under_way_.front());
   under_way_.pop_front();

@@ -41,8 +41,7 @@
 // for before the exception goes on, so the caller may free the gradient.
 #pragma once
 
-#include <cstdint>
-
+#include "engine/gradient_copies.hpp"
 #include "engine/gradient_place.hpp"
 #include "engine/lent_gradients.hpp"
 #include "optimizers/exact_sum.hpp"
@@ -51,25 +50,21 @@ namespace strata {
 
 class Landing final {
  public:
-  Landing(Foundation& base, Updates& updates)
-      : base_(base), updates_(updates), lent_(base, updates) {}
+  Landing(Foundation& base, Updates& updates, GradientCopies& copies)
+      : base_(base), updates_(updates), copies_(copies), lent_(base, updates) {}
 
   // Returns the sum of the squares of what the destination then holds. `from` may be reused, where
   // it is not lent.
   ExactSum land(Lock& lock, const IncomingGradient& gradient) STRATA_REQUIRES(core_lock);
-
-  // Takes note of copies that are over. Part of every turn.
-  bool turn();
 
  private:
   class Course;
 
   Foundation& base_;
   Updates& updates_;
+  GradientCopies& copies_;
   LentGradients lent_;
   bool buffers_taken_ = false;  // a gradient has the bounce buffers
-  std::uint64_t copies_ = 0;    // asked for since the start; they end in this order
-  std::uint64_t copies_done_ = 0;
 };
 
 }  // namespace strata

@@ -140,8 +140,9 @@ Holding holding_of(const Config& config, const Layout& layout) {
   holding.counts_buffers = config.update == UpdateMode::lock_free;
   holding.late_grad_frames = holding.counts_buffers ? grad_frames : 0;
   holding.scale_frames = static_cast<std::uint32_t>(ceil_div(owns.scale_bytes, layout.page_bytes));
-  holding.landing_frames = config.device == "host" ? 0 : kLandingFrames;
-  holding.outbox_frames = owns.alone() ? 0 : kOutboxFrames;
+  const bool on_host = config.device == "host";
+  holding.landing_frames = on_host || !owns.alone() ? 0 : kLandingFrames;
+  holding.outbox_frames = owns.alone() ? 0 : on_host ? kOutboxFrames : kOutboxFramesGpu;
   holding.relay_wanted = relay_frames_wanted(config, layout, owns);
   // Where sums of gradients rest, or gradients wait for their updates, snapshots have them as well.
   holding.kept_slots =

@@ -43,8 +43,10 @@ constexpr Tier planned_as(Tier tier) {
 // One is filled while the processor reads the other.
 inline constexpr std::uint32_t kLandingFrames = 2;
 
-// Of gradients on their way to the ranks that own them: one is filled while others are added up.
+// Of gradients on their way to the ranks that own them: one is filled while others are added up. A
+// GPU fills several at a time.
 inline constexpr std::uint32_t kOutboxFrames = 4;
+inline constexpr std::uint32_t kOutboxFramesGpu = 16;
 
 // Chunks whose updates are open at a time: enough for every worker to find the next one loaded and
 // the last one being written; the staging area often allows fewer. REQUIRES: workers >= 0.

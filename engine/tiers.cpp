@@ -41,7 +41,8 @@ Tiers::Tiers(const Config& config, const Residence& home, TierParts parts, Doorb
       threads_(parts.threads),
       now_(std::move(parts.now)),
       io_engine_(std::move(parts.io_engine)) {
-  STRATA_ASSERT(device().reachable() || (compute() != nullptr && home.landing_frames != 0));
+  STRATA_ASSERT(device().reachable() ||
+                (compute() != nullptr && home.landing_frames + home.outbox_frames != 0));
   if (auto error = device().claim(device_frames_, page_bytes_)) throw StrataError(*error);
   pin(slab_.bytes().size());
   check_resting(home);

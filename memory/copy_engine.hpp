@@ -80,6 +80,10 @@ class CopyEngine {
   // from the same start. Returns how many of the first bytes are pinned; the others are copied as
   // well, slower. REQUIRES: no copy is in flight.
   virtual std::size_t pin_host(std::span<std::byte> /*memory*/) { return 0; }
+  // Optional. Memory of another process that is mapped here to be read, whole pages: makes the
+  // device read it by itself, for as long as the engine lives, or as much of it as can be.
+  // REQUIRES: the other process keeps that memory for as long, and so does the mapping.
+  virtual void pin_others(std::span<const std::byte> /*memory*/) {}
 
   // Optional, for an engine that rings for no completion. Something is in flight, or was found
   // finished since the last poll(): whoever would sleep until the bell rings looks by poll() every

@@ -85,6 +85,7 @@ struct Seat {
   MessageRing* inbox = nullptr;        // by sender
   std::span<std::byte> board;          // written by this rank, read by all
   std::span<const std::byte> memory;   // likewise
+  std::size_t claimed_bytes = 0;       // of it, which stay; 0: nobody knows
   std::function<void()> ring = [] {};  // wakes it
   // Of a rank of another machine, which has no inbox here.
   MessageRing* way = nullptr;               // what this rank says to it
@@ -171,6 +172,10 @@ class Peers final {
     const std::span<const std::byte> memory = seats_[rank].memory;
     STRATA_ASSERT(bytes >= memory.data() && bytes < memory.data() + memory.size());
     return static_cast<std::uint64_t>(bytes - memory.data());
+  }
+  // Of another rank's memory, what is there as long as it is.
+  std::span<const std::byte> claimed(std::uint32_t rank) const {
+    return seats_[rank].memory.first(seats_[rank].claimed_bytes);
   }
   std::span<std::byte> board(std::uint32_t rank) const { return seats_[rank].board; }
   // It is of another machine: what it is to read goes along with messages.

@@ -4,19 +4,18 @@
 #include <utility>
 
 #include "memory/check.hpp"
-#include "memory/clock.hpp"
 
 namespace strata {
 
-GradientExchange::GradientExchange(Foundation& base, Updates& updates, bool threads)
+GradientExchange::GradientExchange(Foundation& base, Updates& updates, GradientCopies& copies,
+                                   bool threads)
     : base_(base),
       updates_(updates),
       early_(base.config.update == UpdateMode::in_backward),
-      outbox_(base.outbox, base.claims.outbox_frames * base.layout.page_bytes),
+      departures_(base, copies),
       progress_(base.peers->rank(), base.peers->count(), key_of(step_, 0, 0)),
       numbers_(base.config.params.size(), 0) {
   STRATA_ASSERT(base_.layout.accumulate);
-  STRATA_ASSERT(outbox_.capacity() >= base_.layout.page_bytes);
   make_parts();
   crew_ = std::make_unique<Crew<Job*, Job*>>(
       threads ? 1 : 0, &base_.bell,
@@ -69,44 +68,47 @@ void GradientExchange::begin_step(std::int64_t updates) {
 }
 
 void GradientExchange::land(Lock& lock, const IncomingGradient& gradient) {
-  STRATA_ASSERT(base_.tiers.device().reachable());
   begin_landing(lock);
-  const std::uint32_t number = numbers_[gradient.param]++;
+  const std::uint32_t number = numbers_[gradient.param]++, rank = base_.peers->rank();
   const Key key = key_of(step_, window_, number);
-  const std::uint32_t rank = base_.peers->rank();
+  const std::size_t size = size_of(gradient.dtype);
+  const bool reached = base_.tiers.device().reachable();
+  const PeerMessage about{.kind = PeerMessage::Kind::piece,
+                          .what = gradient.param,
+                          .window = window_,
+                          .count = number,
+                          .dtype = static_cast<std::uint32_t>(gradient.dtype),
+                          .step = step_};
+  Departures::Gradient leaving(departures_, gradient, [&](const Departed& of) {
+    if (of.part.owner != rank) return tell_owner(of, about);
+    await(of.part.number, {.rank = rank,
+                           .key = key,
+                           .bytes = of.at,
+                           .dtype = gradient.dtype,
+                           .lies_here = of.outside == nullptr,
+                           .kept = of.outside});
+  });
   for (std::uint32_t id = first_part_[gradient.param]; id < first_part_[gradient.param + 1]; ++id) {
-    Part& part = parts_[id];
-    const std::size_t size = size_of(gradient.dtype);
+    const Part& part = parts_[id];
     const std::byte* const from = gradient.from.get() + part.first * size;
     const std::uint32_t owner = base_.owns.owner(part.chunk);
-    Arrived piece{.rank = rank, .key = key, .bytes = from, .dtype = gradient.dtype};
-    if (owner == rank && land_now(lock, id, piece)) continue;
-    if (owner == rank && number != 0) {
-      piece.keep(part.count * size);
-      await(id, piece);
-      continue;
-    }
-    std::byte* const place = take_place(lock, owner, part.count * size, gradient.unit);
-    {
-      const Unlocked unlocked(lock);
-      std::memcpy(place, from, part.count * size);
-    }
-    piece.bytes = place;
-    piece.lies_here = owner == rank;
-    if (piece.lies_here) {
-      await(id, piece);
-      continue;
-    }
-    base_.peers->send(owner, {.kind = PeerMessage::Kind::piece,
-                              .what = gradient.param,
-                              .part = id - first_part_[gradient.param],
-                              .window = window_,
-                              .count = number,
-                              .dtype = static_cast<std::uint32_t>(gradient.dtype),
-                              .at = base_.peers->place(place),
-                              .bytes = part.count * size,
-                              .step = step_});
+    const Arrived mine{.rank = rank, .key = key, .bytes = from, .dtype = gradient.dtype};
+    if (reached && owner == rank && land_now(lock, id, mine)) continue;
+    leaving.send(lock, {.number = id,
+                        .owner = owner,
+                        .from = from,
+                        .bytes = part.count * size,
+                        .outside = owner == rank && number != 0});
   }
+  leaving.finish(lock);
+}
+
+// `about`: what is the same of all parts of the gradient.
+void GradientExchange::tell_owner(const Departed& of, PeerMessage about) {
+  about.part = of.part.number - first_part_[about.what];
+  about.at = base_.peers->place(of.at);
+  about.bytes = of.part.bytes;
+  base_.peers->send(of.part.owner, about);
 }
 
 // The first gradient of a step is told to all. See Note [Late updates].
@@ -121,17 +123,6 @@ void GradientExchange::begin_landing(Lock& lock) {
   progress_.land(rank, step_);
   base_.peers->send_all(
       {.kind = PeerMessage::Kind::window, .window = window_, .count = 1, .step = step_});
-}
-
-std::byte* GradientExchange::take_place(Lock& lock, std::uint32_t owner, std::size_t bytes,
-                                        UnitId unit) {
-  std::byte* place = outbox_.take(owner, bytes);
-  if (place != nullptr) return place;
-  full_since_ns_ = now_ns();
-  base_.gate.wait(lock, [&] { return (place = outbox_.take(owner, bytes)) != nullptr; },
-                  {"other ranks to take gradients", unit});
-  full_since_ns_ = 0;
-  return place;
 }
 
 // Adds this rank's piece, with what waits beside it, on the calling thread. False: not yet.
@@ -250,7 +241,7 @@ void GradientExchange::end(std::unique_ptr<Job> job) {
   part.squares = job->squares;
   for (const Arrived& piece : job->pieces) {
     std::erase_if(part.waiting, [&](const Arrived& of) { return of.bytes == piece.bytes; });
-    if (piece.lies_here) outbox_.give_back(base_.peers->rank(), piece.bytes);
+    if (piece.lies_here) departures_.give_back(base_.peers->rank(), piece.bytes);
     if (piece.rank == base_.peers->rank() || piece.kept) continue;
     base_.peers->send(piece.rank, {.kind = PeerMessage::Kind::taken,
                                    .at = base_.peers->place_of(piece.rank, piece.bytes)});
@@ -309,7 +300,7 @@ bool GradientExchange::piece_came(std::uint32_t from, const PeerMessage& message
 
 bool GradientExchange::piece_taken(std::uint32_t from, std::uint64_t place) {
   const std::byte* const bytes = base_.peers->bytes(base_.peers->rank(), place, 1);
-  return bytes != nullptr && outbox_.give_back(from, bytes);
+  return bytes != nullptr && departures_.give_back(from, bytes);
 }
 
 void GradientExchange::window_began(std::uint32_t from, const PeerMessage& message) {
@@ -318,11 +309,6 @@ void GradientExchange::window_began(std::uint32_t from, const PeerMessage& messa
   if (message.count == 0) return;
   progress_.land(from, message.step);
   base_.bell.ring();
-}
-
-bool GradientExchange::is_stuck() const {
-  constexpr std::int64_t kStuckNs = 5'000'000'000;
-  return full_since_ns_ != 0 && now_ns() - full_since_ns_ > kStuckNs;
 }
 
 void GradientExchange::end_step(Lock& lock) {

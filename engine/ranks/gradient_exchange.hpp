@@ -52,7 +52,7 @@
 #include <vector>
 
 #include "engine/gradient_place.hpp"
-#include "engine/ranks/outbox.hpp"
+#include "engine/ranks/departures.hpp"
 #include "engine/ranks/progress.hpp"
 #include "memory/crew.hpp"
 #include "optimizers/exact_sum.hpp"
@@ -61,7 +61,7 @@ namespace strata {
 
 class GradientExchange final {
  public:
-  GradientExchange(Foundation& base, Updates& updates, bool threads);
+  GradientExchange(Foundation& base, Updates& updates, GradientCopies& copies, bool threads);
   ~GradientExchange();
   GradientExchange(const GradientExchange&) = delete;
   GradientExchange& operator=(const GradientExchange&) = delete;
@@ -122,16 +122,18 @@ class GradientExchange final {
   // Then: the first rank that has not come there; none: all have.
   std::optional<std::uint32_t> awaited() const { return progress_.awaited(); }
   // This rank cannot go on without that one: it awaits it, or has pieces that it has still to take.
-  bool needs(std::uint32_t rank) const { return progress_.awaits(rank) || outbox_.holds_for(rank); }
+  bool needs(std::uint32_t rank) const {
+    return progress_.awaits(rank) || departures_.holds_for(rank);
+  }
   // Then: that rank has ended the step where this one looks, or the other way round.
   bool parted(std::uint32_t rank) const { return progress_.parted(rank, here()); }
   // A gradient of this rank has waited for others for long.
-  bool is_stuck() const;
+  bool is_stuck() const { return departures_.is_stuck(); }
   // Another rank has ended the step or looks, and this one does not.
   bool is_awaited() const { return progress_.is_awaited(); }
   // Pieces of this rank that their owners have still to take. Of other ranks, the one that has come
   // the least far: it is what they wait for.
-  bool waits() const { return !outbox_.empty(); }
+  bool waits() const { return !departures_.empty(); }
   std::uint32_t slowest() const { return progress_.slowest(); }
 
  private:
@@ -182,9 +184,8 @@ class GradientExchange final {
   void begin_landing(Lock& lock) STRATA_REQUIRES(core_lock);
   void make_parts();
   Part* part_of(const PeerMessage& message);
-  std::byte* take_place(Lock& lock, std::uint32_t owner, std::size_t bytes, UnitId unit)
-      STRATA_REQUIRES(core_lock);
   bool land_now(Lock& lock, std::uint32_t part, const Arrived& mine) STRATA_REQUIRES(core_lock);
+  void tell_owner(const Departed& of, PeerMessage about);
   void await(std::uint32_t part, const Arrived& piece);
   std::vector<Arrived> addable(const Part& part) const;
   std::unique_ptr<Job> begin(std::uint32_t part, std::vector<Arrived> pieces);
@@ -194,7 +195,7 @@ class GradientExchange final {
   Foundation& base_;
   Updates& updates_;
   const bool early_;  // updates begin in the backward: they get what is whole
-  Outbox outbox_;
+  Departures departures_;
   std::vector<Part> parts_;
   std::vector<std::uint32_t> first_part_;             // by parameter, and one more
   std::vector<std::vector<std::uint32_t>> parts_of_;  // by chunk
@@ -203,11 +204,10 @@ class GradientExchange final {
   std::uint32_t window_ = 0;
   Progress progress_;
   bool meets_ = false;
-  std::vector<std::uint32_t> numbers_;  // by parameter: its gradients in this window
-  std::vector<std::uint32_t> pending_;  // parts with pieces that wait
-  std::int64_t full_since_ns_ = 0;      // a gradient waits for a place in the outbox; 0: none does
-  std::uint32_t adding_ = 0;            // parts that are being added to
-  std::uint64_t added_ = 0;             // ... were
+  std::vector<std::uint32_t> numbers_;      // by parameter: its gradients in this window
+  std::vector<std::uint32_t> pending_;      // parts with pieces that wait
+  std::uint32_t adding_ = 0;                // parts that are being added to
+  std::uint64_t added_ = 0;                 // ... were
   std::unique_ptr<Crew<Job*, Job*>> crew_;  // last: its thread reads what is above
 };
 

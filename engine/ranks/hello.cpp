@@ -15,11 +15,12 @@ constexpr std::array<const char*, Hello::kFacts> kFactNames = {
     "another number of parameters or units",
     "other units or parameter groups: units= must be the same",
     "parameters that rest as other codes: frozen= must be the same",
+    "another kind of device: all compute on GPUs, or none does",
     "other optimizers",
     "other pages or another way to store moments: budgets and page_size must be the same",
     "another way to update",
 };
-constexpr std::uint64_t kFormat = 5;
+constexpr std::uint64_t kFormat = 6;
 
 std::uint64_t model_of(const Config& config) {
   Fingerprint of;
@@ -63,16 +64,18 @@ std::uint64_t rules_of(const Config& config) {
 }  // namespace
 
 Hello hello_of(const Config& config, const SeatOffer& offer, std::size_t area_bytes) {
-  return {.facts = {kFormat, model_of(config),
-                    std::uint64_t{config.params.size()} << 32 | config.units.size(),
-                    units_of(config), codes_of(config), rules_of(config),
-                    std::uint64_t{offer.page_bytes} << 8 |
-                        static_cast<std::uint64_t>(config.moment_dtype),
-                    std::uint64_t{config.max_staleness} << 8 |
-                        static_cast<std::uint64_t>(config.update) << 1 |
-                        std::uint64_t{config.sums_ranks}},
-          .memory_bytes = offer.memory.size(),
-          .area_bytes = area_bytes};
+  return {
+      .facts = {kFormat, model_of(config),
+                std::uint64_t{config.params.size()} << 32 | config.units.size(), units_of(config),
+                codes_of(config), std::uint64_t{config.device != "host"}, rules_of(config),
+                std::uint64_t{offer.page_bytes} << 8 |
+                    static_cast<std::uint64_t>(config.moment_dtype),
+                std::uint64_t{config.max_staleness} << 8 |
+                    static_cast<std::uint64_t>(config.update) << 1 |
+                    std::uint64_t{config.sums_ranks}},
+      .memory_bytes = offer.memory.size(),
+      .claimed_bytes = offer.claimed_bytes,
+      .area_bytes = area_bytes};
 }
 
 Hello checked(std::span<const std::byte> said, std::uint32_t other, const Hello& mine,

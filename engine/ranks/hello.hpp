@@ -20,10 +20,11 @@ namespace strata {
 
 // Ranks train together where the facts are the same.
 struct Hello {
-  static constexpr std::size_t kFacts = 8;
+  static constexpr std::size_t kFacts = 9;
   std::array<std::uint64_t, kFacts> facts{};
   std::uint64_t memory_bytes = 0;
-  std::uint64_t area_bytes = 0;  // of rings and board; of ranks of this machine
+  std::uint64_t claimed_bytes = 0;  // of them
+  std::uint64_t area_bytes = 0;     // of rings and board; of ranks of this machine
 };
 
 Hello hello_of(const Config& config, const SeatOffer& offer, std::size_t area_bytes);

@@ -70,7 +70,8 @@ std::vector<Seat> Machine::meet(const SeatOffer& offer) {
     const std::uint32_t rank = here[peer.rank];
     const Hello theirs = checked(peer.hello, rank, hello, config_.rank);
     if (theirs.area_bytes != bytes || peer.descriptors.size() != offered.size() ||
-        theirs.memory_bytes == 0 || theirs.memory_bytes % kKernelPageBytes != 0) {
+        theirs.memory_bytes == 0 || theirs.memory_bytes % kKernelPageBytes != 0 ||
+        theirs.claimed_bytes > theirs.memory_bytes) {
       refuse("rank " + std::to_string(rank) + " is damaged");
     }
     areas_.emplace_back(peer.descriptors[0].get(), bytes, Access::read_write);
@@ -78,6 +79,7 @@ std::vector<Seat> Machine::meet(const SeatOffer& offer) {
     bells_.push_back(std::make_unique<PeerBell>(std::move(peer.descriptors[2])));
     Seat& seat = seats[rank];
     seat = seat_of(areas_.back().writable(), config_.ranks, memories_.back().bytes());
+    seat.claimed_bytes = theirs.claimed_bytes;
     seat.ring = [bell_of = bells_.back().get()] { bell_of->ring(); };
     watch_.add(rank, std::move(peer.pidfd));
   }

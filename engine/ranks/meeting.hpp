@@ -21,6 +21,7 @@ namespace strata {
 
 struct SeatOffer {
   std::span<std::byte> memory{};  // all that it may grow to
+  std::size_t claimed_bytes = 0;  // of it, which stay claimed
   int memory_file = -1;           // by which other processes map it
   Doorbell* bell = nullptr;
   std::size_t board_bytes = 0;

@@ -46,8 +46,10 @@ CudaCopies::~CudaCopies() {
   end_all();
   for (CudaEvent event : spare_) device_.call_anyway(&CudaDriver::event_destroy, event);
   destroy_streams();
-  for (const auto& piece : pinned_) {
-    device_.call_anyway(&CudaDriver::host_unregister, piece.data());
+  for (const Registered& pieces : {pinned_, others_}) {
+    for (const auto& piece : pieces) {
+      device_.call_anyway(&CudaDriver::host_unregister, piece.data());
+    }
   }
 }
 
@@ -68,16 +70,28 @@ std::size_t CudaCopies::pin_host(std::span<std::byte> memory) {
   }
   // 2. What is not pinned yet, until the system refuses: then the rest is copied unpinned.
   STRATA_ASSERT(pinned_.empty() || pinned_.front().data() == memory.data());
-  std::byte* at = pinned_.empty() ? memory.data() : end_of(pinned_.back());
+  std::byte* const at = pinned_.empty() ? memory.data() : end_of(pinned_.back());
+  return static_cast<std::size_t>(register_pieces(pinned_, at, end, false) - memory.data());
+}
+
+void CudaCopies::pin_others(std::span<const std::byte> memory) {
+  const CudaDevice::Current current(device_);
+  // The driver takes one kind of pointer; it is told that nobody writes there.
+  auto* const at = const_cast<std::byte*>(memory.data());
+  register_pieces(others_, at, at + memory.size(), true);
+}
+
+// From `at` on, until the system refuses or the end. Returns where that is.
+std::byte* CudaCopies::register_pieces(Registered& pieces, std::byte* at, const std::byte* end,
+                                       bool read_only) {
   while (at < end) {
-    const auto left = static_cast<std::size_t>(end - at);
-    const std::size_t bytes = std::min(left, pinned_piece_bytes_);
-    if (device_.call(&CudaDriver::host_register, at, bytes) != kCudaSuccess) break;
-    pinned_.emplace_back(at, bytes);
+    const std::size_t bytes = std::min(static_cast<std::size_t>(end - at), pinned_piece_bytes_);
+    if (device_.call(&CudaDriver::host_register, at, bytes, read_only) != kCudaSuccess) break;
+    pieces.emplace_back(at, bytes);
     at += bytes;
   }
   STRATA_ASSERT(at <= end);
-  return static_cast<std::size_t>(at - memory.data());
+  return at;
 }
 
 CopyTicket CudaCopies::copy(const CopyRequest& request) {

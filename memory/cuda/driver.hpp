@@ -74,7 +74,8 @@ struct CudaDriver {
   int (*unmap)(void* self, std::byte* at, std::size_t bytes);
   int (*set_access)(void* self, int ordinal, std::byte* at, std::size_t bytes);
 
-  int (*host_register)(void* self, std::byte* memory, std::size_t bytes);
+  // `read_only`: the memory is mapped so, and the device only reads it.
+  int (*host_register)(void* self, std::byte* memory, std::size_t bytes, bool read_only);
   int (*host_unregister)(void* self, std::byte* memory);
 
   // Not ordered with the legacy default stream, and before others where they compete.

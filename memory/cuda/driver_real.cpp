@@ -229,8 +229,10 @@ void fill_memory(CudaDriver& driver) {
   };
   forward<&Entries::unmap>(driver.unmap);
   driver.set_access = set_access;
-  driver.host_register = [](void* self, std::byte* memory, std::size_t bytes) -> int {
-    const unsigned flags = CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP;
+  driver.host_register = [](void* self, std::byte* memory, std::size_t bytes,
+                            bool read_only) -> int {
+    const unsigned flags = CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP |
+                           (read_only ? CU_MEMHOSTREGISTER_READ_ONLY : 0U);
     return entries(self).host_register(memory, bytes, flags);
   };
   forward<&Entries::host_unregister>(driver.host_unregister);

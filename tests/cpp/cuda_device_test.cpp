@@ -374,7 +374,7 @@ TEST(RecordingDriver, ComplainsOfMisuse) {
   EXPECT_EQ(complaint([](D&, const T& t, std::byte* at, CudaMemory) {
               std::vector<std::byte> host(2 * kPage);
               t.set_access(t.self, 0, at, kPage);
-              t.host_register(t.self, host.data(), kPage);
+              t.host_register(t.self, host.data(), kPage, false);
               t.copy_in(t.self, at, &host[kPage / 2], kPage, nullptr);
             }),
             "a copy leaves a piece of registered host memory");

@@ -39,12 +39,28 @@ inline float from_bfloat16(std::uint16_t half) {
   return std::bit_cast<float>(std::uint32_t{half} << 16);
 }
 
+using Bfloat16s = std::vector<std::uint16_t>;
+
+// Where ranks compute. As it is, in memory that the processor reaches.
+struct RanksDevice {
+  std::function<Config(const Config&)> fit = [](const Config& config) { return config; };
+  std::function<SessionParts()> parts = [] { return SessionParts{}; };
+  // What a parameter shows there; and lands a gradient that is there.
+  std::function<Bfloat16s(Session&, std::uint32_t)> shown = [](Session& session,
+                                                               std::uint32_t param) {
+    const auto* const at = reinterpret_cast<const std::uint16_t*>(session.device_address(param));
+    return Bfloat16s(at, at + session.config().params[param].numel);
+  };
+  std::function<void(Session&, std::uint32_t, const Bfloat16s&)> land =
+      [](Session& session, std::uint32_t param, const Bfloat16s& gradient) {
+        session.land_gradient(param, gradient.data(), Dtype::bfloat16);
+      };
+};
+
 // The gradient of a micro-batch: a function of what the device shows, so that a page of another
 // rank that is stale, or torn, changes the result.
-inline std::vector<std::uint16_t> gradient_of(Session& session, std::uint32_t param,
-                                              std::uint32_t batch) {
-  const auto* const shown = reinterpret_cast<const std::uint16_t*>(session.device_address(param));
-  std::vector<std::uint16_t> gradient(session.config().params[param].numel);
+inline Bfloat16s gradient_of(const Bfloat16s& shown, std::uint32_t batch) {
+  Bfloat16s gradient(shown.size());
   for (std::size_t i = 0; i < gradient.size(); ++i) {
     const float value = from_bfloat16(shown[i]) * (0.25f + static_cast<float>((i + batch) % 7));
     gradient[i] = static_cast<std::uint16_t>(std::bit_cast<std::uint32_t>(value) >> 16);
@@ -52,14 +68,14 @@ inline std::vector<std::uint16_t> gradient_of(Session& session, std::uint32_t pa
   return gradient;
 }
 
-inline void visit_unit(Session& session, std::uint32_t unit, bool backward, std::uint32_t batch) {
+inline void visit_unit(Session& session, std::uint32_t unit, bool backward, std::uint32_t batch,
+                       const RanksDevice& device = {}) {
   session.enter(UnitId{unit}, backward);
   const auto params = static_cast<std::uint32_t>(session.config().params.size());
   for (std::uint32_t p = 0; backward && p < params; ++p) {
     if (session.config().params[p].unit != UnitId{unit}) continue;
     if (!session.config().params[p].trainable) continue;
-    const auto gradient = gradient_of(session, p, batch);
-    session.land_gradient(p, gradient.data(), Dtype::bfloat16);
+    device.land(session, p, gradient_of(device.shown(session, p), batch));
   }
   session.leave(UnitId{unit});
 }
@@ -69,7 +85,8 @@ using Between = std::function<void(Session&, int step)>;
 
 // Steps of a rank: micro-batches rank, rank + ranks, ...
 inline void train_rank(Session& session, int steps, const StepOptions& options,
-                       const Between& between, std::uint32_t batches = kBatches) {
+                       const Between& between, std::uint32_t batches = kBatches,
+                       const RanksDevice& device = {}) {
   const Config& config = session.config();
   const bool early = config.update == UpdateMode::in_backward;
   const auto units = static_cast<std::uint32_t>(config.units.size());
@@ -77,9 +94,9 @@ inline void train_rank(Session& session, int steps, const StepOptions& options,
     if (between) between(session, step);
     for (std::uint32_t batch = config.rank; batch < batches; batch += config.ranks) {
       if (batch >= config.ranks) session.begin_window();
-      for (std::uint32_t u = 0; u < units; ++u) visit_unit(session, u, false, batch);
+      for (std::uint32_t u = 0; u < units; ++u) visit_unit(session, u, false, batch, device);
       for (std::uint32_t u = units; u-- > 0;) {
-        visit_unit(session, u, true, batch);
+        visit_unit(session, u, true, batch, device);
         if (early) session.complete(UnitId{u}, config.groups, options.max_unit_norm);
       }
     }
@@ -183,7 +200,8 @@ class Cluster final {
 inline std::vector<std::vector<float>> trained(std::uint32_t ranks, int steps, const Config& of,
                                                const StepOptions& options, const Between& between,
                                                std::uint32_t batches = kBatches,
-                                               Hosts hosts = Hosts::one) {
+                                               Hosts hosts = Hosts::one,
+                                               const RanksDevice& device = {}) {
   std::vector<std::vector<float>> results(ranks);
   Loopback machine(ranks);
   Cluster machines(ranks, hosts, {.latency = std::chrono::microseconds(100), .bytes_s = 1e9});
@@ -192,13 +210,16 @@ inline std::vector<std::vector<float>> trained(std::uint32_t ranks, int steps, c
   for (std::uint32_t r = 0; r < ranks; ++r) folders.push_back(std::make_unique<TempFolder>());
   on_ranks(ranks, [&](std::uint32_t rank) {
     Config config = of;
+    config.ranks = ranks;  // a device takes more host memory of several
+    config = device.fit(config);
     if (!config.ssd_paths.empty()) config.ssd_paths = {folders[rank]->path()};
-    const auto opened =
-        hosts == Hosts::one ? open_rank(machine, rank, config, ranks) : machines.open(rank, config);
+    const auto opened = hosts == Hosts::one
+                            ? open_rank(machine, rank, config, ranks, device.parts())
+                            : machines.open(rank, config);
     Session& session = *opened;
     fill_all(session);
     all.arrive_and_wait();  // nobody reads what is not written yet
-    train_rank(session, steps, options, between, batches);
+    train_rank(session, steps, options, between, batches, device);
     results[rank] = all_of(session, Kind::master);
     for (const Kind kind : {Kind::moment1, Kind::moment2}) {
       const std::vector<float> moments = all_of(session, kind);

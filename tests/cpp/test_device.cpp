@@ -79,7 +79,8 @@ TestDevice::TestDevice(TestedOn where, RecordingOptions options)
 Config TestDevice::fit(Config config) const {
   if (where_ == TestedOn::host) return config;
   config.device = "cuda:" + std::to_string(kGpu);
-  config.host_bytes += kLandingFrames * config.page_bytes;
+  const bool alone = config.ranks == 1;
+  config.host_bytes += (alone ? kLandingFrames : kOutboxFramesGpu) * config.page_bytes;
   return config;
 }
 

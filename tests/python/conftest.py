@@ -29,7 +29,14 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 torch.set_num_threads(1)  # toy models: more threads only wait for each other
 
 # Plain PyTorch is the oracle.
-ON_DEVICE = ("test_golden", "test_graphs", "test_ordinary", "test_steady", "test_update_modes")
+ON_DEVICE = (
+    "test_golden",
+    "test_graphs",
+    "test_ordinary",
+    "test_ranks_gpu",
+    "test_steady",
+    "test_update_modes",
+)
 PAGE_ON_DEVICE = "2MiB"  # no GPU maps less
 HOST_ON_DEVICE = "2GiB"  # toy models take a page for each of their tensors
 

@@ -99,6 +99,7 @@ class FakeCuda:
             "is_available": lambda: True,
             "synchronize": wait_for_everything,
             "is_initialized": lambda: self.initialized,
+            "current_device": lambda: 0,
             "device": lambda device: nullcontext(),
         }
         for name, answer in answers.items():

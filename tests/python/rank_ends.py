@@ -83,13 +83,13 @@ def dies_in_unwrap(run: Rank) -> list[Any]:
 
 
 def meets_by(run: Rank, backend: str) -> str:
-    """The words of what strata.wrap() says of a group of this backend."""
+    """The parameters after a step and a checkpoint, where torch's own group is of this backend."""
     _init(run, backend, 60.0)
-    try:
-        wrap(run, make_model())
-    except (ValueError, RuntimeError) as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
+    model, optimizer = wrap(run, make_model())
+    train(run, model, optimizer, 1)
+    strata.save(model, run.folder / "checkpoint")
+    strata.load(model, run.folder / "checkpoint")
+    return hash_of(model)
 
 
 def saves_beside_one_that_is_stopped(run: Rank, timeout: float) -> None:

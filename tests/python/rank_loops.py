@@ -58,7 +58,7 @@ def hash_of(model: nn.Module) -> str:
     """Of all parameters, to the bit."""
     of = hashlib.sha256()
     for name, value in model.state_dict().items():
-        of.update(name.encode() + value.detach().float().contiguous().numpy().tobytes())
+        of.update(name.encode() + value.detach().cpu().float().contiguous().numpy().tobytes())
     return of.hexdigest()
 
 
@@ -66,7 +66,8 @@ def wrap(
     run: Rank, model: nn.Module, lr: float = 1e-2, **options: Any
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
     """With what a rank alone needs to give the same bits: sums in float32."""
-    options.setdefault("gradient_accumulation_steps", max(2, BATCHES // run.ranks))
+    if options.get("update") != "in_backward":  # which sums by itself, of one backward a step
+        options.setdefault("gradient_accumulation_steps", max(2, BATCHES // run.ranks))
     return strata.wrap(model, torch.optim.AdamW(model.parameters(), lr=lr), **options)
 
 
@@ -85,10 +86,12 @@ def train(
     run: Rank, model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, first: int = 0
 ) -> None:
     """Plain steps of the micro-batches of this rank."""
-    dtype = next(model.parameters()).dtype
+    like = next(model.parameters())
     for step in range(first, first + steps):
         mine = run.share(batches_of(step))
         for batch in mine:
-            (model(batch.to(dtype)).float().square().mean() / len(mine)).backward()
+            (
+                model(batch.to(like.device, like.dtype)).float().square().mean() / len(mine)
+            ).backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -19,6 +19,8 @@ from rank_loops import (
     train,
     wrap,
 )
+from strata._runtime import wrapped
+from strata._runtime.lander import Lander, Landing
 from torch import distributed, nn
 
 
@@ -27,6 +29,26 @@ def bits(run: Rank, steps: int = 3, units: int = 3, **options: Any) -> str:
     model, optimizer = wrap(run, make_model(units), **options_of(run, options))
     train(run, model, optimizer, steps)
     return hash_of(model)
+
+
+class LateLander(Lander):
+    """Gradients are on their way for a while when the backward is over, as those of a GPU are."""
+
+    def put(self, landing: Landing, byte_count: int = 0) -> None:
+        """Each one takes some milliseconds."""
+
+        def late(stream: int) -> None:
+            if byte_count:
+                time.sleep(0.003)
+            landing(stream)
+
+        super().put(late, byte_count)
+
+
+def lands_late(run: Rank, **options: Any) -> str:
+    """As bits(), where gradients land on a thread of their own."""
+    wrapped.Inline = lambda: LateLander(torch.device("cpu"), 1 << 30)  # type: ignore[assignment,misc]
+    return bits(run, **options)
 
 
 def codes(run: Rank, form: str, steps: int = 3, **options: Any) -> str:

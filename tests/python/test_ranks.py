@@ -69,6 +69,14 @@ def test_bits_do_not_depend_on_the_number_of_ranks(ranks: Ranks, case: str) -> N
         assert same(ranks.run("bits", count, **CASES[case])) == expected
 
 
+@pytest.mark.parametrize("update", ["on_step", thorough("in_backward")])
+def test_nor_where_gradients_land_when_the_backward_is_over(ranks: Ranks, update: str) -> None:
+    expected = same(ranks.run("bits", 1))
+    for count in (2, 4):
+        if update == "on_step" or count == 4:  # one backward a step
+            assert same(ranks.run("lands_late", count, update=update)) == expected
+
+
 @pytest.mark.parametrize("case", [thorough("float32"), "ssd"])
 @pytest.mark.parametrize("form", ["nf4-double", thorough("nf4")])
 def test_nor_where_a_base_rests_as_codes(ranks: Ranks, form: str, case: str) -> None:

@@ -8,6 +8,7 @@ free_bytes(name)                      # of a GPU; None on the host, which shares
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Collection
 
 import torch
@@ -17,6 +18,7 @@ from .. import _core
 from .._errors import StrataError
 from . import kernel, machine
 from .choices import HOST, parse_device
+from .launched import processes_started
 from .sizes import format_size
 
 PROCESSORS_LEFT = 2  # for Python, autograd and the thread that moves pages
@@ -27,9 +29,9 @@ log = logging.getLogger("strata")
 def choose(wanted: str | torch.device, model: nn.Module | None = None) -> str:
     """The core's name of the device that is meant: "host" or "cuda:N".
 
-    "auto" is the GPU that the model is on, else the first one that can be used, else the host: a
-    warning says why, where there is a GPU. Raises StrataError, with the reason, where another one
-    is asked for that cannot be used.
+    "auto" is the GPU that the model is on, else the process's own, else the host: a warning says
+    why, where there is a GPU. "cuda" is the process's own. Raises StrataError, with the reason,
+    where one is asked for that cannot be used.
     """
     parse(wanted)
     held = model.parameters() if model is not None else ()
@@ -37,16 +39,26 @@ def choose(wanted: str | torch.device, model: nn.Module | None = None) -> str:
     if wanted == "auto":
         if there is not None:
             return str(there)
-        if not (reason := why_not("cuda:0")):
-            return "cuda:0"
+        if not (reason := why_not(own := _own_gpu())):
+            return own
         # Elsewhere nobody wants to hear of drivers.
         if kernel.shows_gpus() or torch.cuda.is_available():
             log.warning("device='auto' is the host: %s", reason)
         return HOST
-    name = parse(wanted)
+    name = _own_gpu() if str(wanted) == "cuda" else parse(wanted)
     if name != HOST and (reason := why_not(name)):
         raise StrataError(f"device={str(wanted)!r} cannot be used: {reason}")
     return name
+
+
+def _own_gpu() -> str:
+    """The GPU of a process that does not say which: the one that torch.cuda.set_device() chose; of
+    several processes that torchrun started, else the one with the process's number on its machine.
+    """
+    chosen = torch.cuda.current_device() if torch.cuda.is_initialized() else 0
+    if chosen == 0 and processes_started() > 1 and (count := torch.cuda.device_count()):
+        chosen = int(os.environ.get("LOCAL_RANK", "0")) % count
+    return f"cuda:{chosen}"
 
 
 def parse(given: str | torch.device) -> str:

@@ -4,6 +4,7 @@
     ranks.machines                        # by rank: the name of its machine; none: all are of one
     ranks.folder                          # where those of a machine meet, of this user alone
     hear(ranks.count, value)              # what all of them say
+    cpu_group()                           # by which they say it: tensors in CPU memory
     machines_there()                      # as ranks.machines: asks all ranks, without more
     ranks.share(tensor)                   # what rank 0 has
     ranks.least(free_bytes)               # the smallest of what they have
@@ -88,8 +89,8 @@ class Ranks:
 
     def share(self, tensor: torch.Tensor) -> None:
         """Gives every rank the values of rank 0, in place."""
-        values = tensor.detach().contiguous()
-        distributed.broadcast(values.view(-1).view(torch.uint8), 0)
+        values = tensor.detach().cpu().contiguous()
+        distributed.broadcast(values.view(-1).view(torch.uint8), 0, cpu_group())
         if values.data_ptr() != tensor.data_ptr():
             with torch.no_grad():
                 tensor.copy_(values)
@@ -99,12 +100,12 @@ class Ranks:
         if not self.folder:
             return number
         all_of = torch.tensor([number], dtype=torch.int64)
-        distributed.all_reduce(all_of, op=distributed.ReduceOp.MIN)
+        distributed.all_reduce(all_of, distributed.ReduceOp.MIN, cpu_group())
         return int(all_of)
 
     def wait(self) -> None:
         """Returns when all have come here."""
-        distributed.barrier()
+        distributed.barrier(cpu_group())
 
     def ended(self, seconds: float) -> list[int]:
         """Of this machine: the ranks whose processes have ended, or the first to end within so many
@@ -258,32 +259,38 @@ def _find_ranks() -> Ranks | None:
 
 
 def hear(count: int, said: Any) -> list[Any]:
-    """What each rank said, by rank: JSON values. Raises ValueError where torch.distributed was
-    initialised for GPUs alone."""
-    _refuse_without_cpu()
+    """What each rank said, by rank: JSON values."""
+    group = cpu_group()
     raw = torch.frombuffer(bytearray(json.dumps(said).encode()), dtype=torch.uint8)
     lengths = [torch.empty(1, dtype=torch.int64) for _ in range(count)]
-    distributed.all_gather(lengths, torch.tensor([raw.numel()], dtype=torch.int64))
+    distributed.all_gather(lengths, torch.tensor([raw.numel()], dtype=torch.int64), group)
     padded = torch.zeros(max(map(int, lengths)), dtype=torch.uint8)
     padded[: raw.numel()] = raw
     values = [torch.empty_like(padded) for _ in range(count)]
-    distributed.all_gather(values, padded)
+    distributed.all_gather(values, padded, group)
     return [
         json.loads(value[: int(length)].numpy().tobytes())
         for value, length in zip(values, lengths, strict=True)
     ]
 
 
-def _refuse_without_cpu() -> None:
-    """Ranks exchange tensors in CPU memory, for which the group needs a backend."""
-    backends = distributed.get_backend_config()  # as "cpu:gloo,cuda:nccl"
+def cpu_group() -> Any:
+    """The group of all ranks that sends tensors in CPU memory: torch's default one, or, where that
+    is for GPUs alone, one of Gloo, which all ranks make when they first ask, at the same moment."""
+    world = distributed.group.WORLD
+    backends = distributed.get_backend_config(world)  # as "cpu:gloo,cuda:nccl"
     if "cpu" in {pair.partition(":")[0] for pair in backends.split(",")}:
-        return
-    raise ValueError(
-        f"torch.distributed was initialised with {backends!r}, which sends nothing that is in CPU "
-        "memory: call torch.distributed.init_process_group('cpu:gloo,cuda:nccl'), or "
-        "init_process_group('gloo'), before strata.wrap()"
-    )
+        return world
+    if _Beside.world is not world:
+        _Beside.group, _Beside.world = distributed.new_group(backend="gloo"), world
+    return _Beside.group
+
+
+class _Beside:
+    """The group of Gloo beside a default one."""
+
+    world: Any = None
+    group: Any = None
 
 
 def _machine() -> dict[str, str]:

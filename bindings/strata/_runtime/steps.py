@@ -108,14 +108,19 @@ class Steps:
             return
         task = graph_task()
         if self._backward not in (None, task):
-            self._state.session.begin_window()
+            self._begin_window()
         self._backward = task
 
     def end_backward(self) -> None:
         """The last backward that was running is over: ranks wait for nothing more of it."""
         if self._state.ranks is not None:
-            self._state.session.begin_window()
+            self._begin_window()
             self._backward = None
+
+    def _begin_window(self) -> None:
+        """Behind the gradients of the last backward, some of which may still be on their way."""
+        session = self._state.session
+        self._state.landings.put(lambda _: session.begin_window())
 
     def look_at_gradients(self) -> None:
         """Ahead of an answer of p.grad: ranks add up what has landed of all of them. In a backward

@@ -38,6 +38,7 @@ from typing import Any
 import torch
 from torch import distributed
 
+from .._config.ranks import cpu_group
 from .._runtime.wrapped import Wrapped
 from .checkpoint_files import CheckpointError
 from .rank_board import PATIENCE_S, PAUSE_MAX_S, PAUSE_MIN_S, Board, death_s, naming_dead
@@ -210,12 +211,12 @@ class _Group:
     def _gather(self, value: torch.Tensor) -> list[torch.Tensor]:
         """Those of all ranks, by rank: of the same size. See Note [Nobody waits in vain]."""
         values = [torch.empty_like(value) for _ in range(self._count)]
-        self._complete(lambda: distributed.all_gather(values, value, async_op=True))
+        self._complete(lambda: distributed.all_gather(values, value, cpu_group(), async_op=True))
         return values
 
     def broadcast(self, value: torch.Tensor, source: int) -> None:
         """Has all ranks have that of one."""
-        self._complete(lambda: distributed.broadcast(value, source, async_op=True))
+        self._complete(lambda: distributed.broadcast(value, source, cpu_group(), async_op=True))
 
     def _complete(self, begin: Callable[[], distributed.Work | None]) -> None:
         """Begins a call of all ranks, and returns when it is over."""

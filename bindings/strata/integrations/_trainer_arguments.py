@@ -52,11 +52,6 @@ def check_arguments(args: Any) -> None:
             f"{processes_started()} processes of which these training arguments see one",
             "give use_cpu=True",
         ),
-        (
-            args.world_size > 1 and args.device.type != "cpu",
-            f"{args.world_size} processes on {args.device.type}",
-            "give use_cpu=True, or start one process",
-        ),
         (args.n_gpu > 1, f"{args.n_gpu} GPUs in one process", "set CUDA_VISIBLE_DEVICES to one"),
         (args.auto_find_batch_size, "auto_find_batch_size=", "leave it out: steps are planned"),
         (args.bf16_full_eval, "bf16_full_eval=", "give strata={'dtype': torch.bfloat16}"),

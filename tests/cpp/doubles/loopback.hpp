@@ -75,6 +75,7 @@ class Loopback final {
       seats.push_back({.inbox = inboxes_[r].get(),
                        .board = {boards_[r].get(), offers_[r].board_bytes},
                        .memory = r == rank ? offers_[r].memory : memories.back().bytes(),
+                       .claimed_bytes = offers_[r].claimed_bytes,
                        .ring = [bell = bells.back().get()] { bell->ring(); }});
     }
     all_->arrive_and_wait();  // nobody closes what another has still to take

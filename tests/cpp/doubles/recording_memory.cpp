@@ -62,7 +62,7 @@ void RecordingDriver::fill_memory(CudaDriver& table) {
     const int failed = driver->enter("set_access", Kind::make);
     return failed != kCudaSuccess ? failed : driver->set_access(at, bytes);
   };
-  table.host_register = [](void* self, std::byte* memory, std::size_t bytes) {
+  table.host_register = [](void* self, std::byte* memory, std::size_t bytes, bool) {
     const Call driver(self);
     const int failed = driver->enter("host_register", Kind::make);
     return failed != kCudaSuccess ? failed : driver->register_host(memory, bytes);
