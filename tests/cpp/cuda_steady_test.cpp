@@ -3,9 +3,12 @@
 // waits for a whole device, and none that waits for a stream is called.
 #include <gtest/gtest.h>
 
+#include <atomic>
+#include <chrono>
 #include <functional>
 #include <memory>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "adoptions.hpp"
@@ -61,6 +64,44 @@ TEST(CudaSteady, NobodySleepsInTheDriver) {
       EXPECT_GT(steady.copies, 0U) << "everything fits: nothing is shown";
       EXPECT_EQ(steady.stream_waits, 0U);
       EXPECT_EQ(steady.event_waits, 0U);
+    }
+    EXPECT_EQ(driver.complaint() + driver.leaks(), "");
+  }
+}
+
+// The caller is ahead of the device: it asks for a unit while computation still has the frames that
+// the plan gives to it. It waits for them, and takes no others, which would have to be mapped.
+TEST(CudaSteady, NorDoesAViewShowOtherFramesThanPlanned) {
+  for (const std::size_t spare : {0, 1, 2, 3}) {
+    SCOPED_TRACE(spare);
+    RecordingDriver driver({.host_tensors = true});
+    {
+      Config config = config_with_room();
+      config.device_bytes = small_config("").device_bytes + spare * kPage;
+      Session session(config, parts_over(driver, true));
+      const CallersWork work(driver.table());
+      fill(session);
+      // Computation goes on when the caller has waited for a unit for a while.
+      const auto use = [&](std::uint32_t unit, bool backward) {
+        std::atomic<bool> there = false;
+        const std::jthread device([&] {
+          std::this_thread::sleep_for(std::chrono::milliseconds(2));
+          if (!there) driver.let_go(work.stream());
+        });
+        session.enter(UnitId{unit}, backward, true, work.stream());
+        there = true;
+        driver.hold(work.stream());
+        session.leave(UnitId{unit}, work.stream());
+      };
+      const auto step = [&] {
+        driver.hold(work.stream());
+        for (std::uint32_t u = 0; u < kUnits; ++u) use(u, false);
+        for (std::uint32_t u = kUnits; u-- > 0;) use(u, true);
+        driver.let_go(work.stream());
+        session.step(session.config().groups, {});
+      };
+      for (int i = 0; i < 3; ++i) step();
+      in_steady(driver, step);
     }
     EXPECT_EQ(driver.complaint() + driver.leaks(), "");
   }
