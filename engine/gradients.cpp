@@ -117,6 +117,7 @@ GradientSums::Look Gradients::meet_others(Lock& lock, std::uint64_t asked) {
 void Gradients::take_sums() {
   landed_params_ = 0;
   for (std::uint32_t param = 0; param < landed_.size(); ++param) {
+    note(param);
     const Agreement::Entry sum = sums_->of(param);
     landed_[param] = sum.landed;
     landed_params_ += sum.landed != 0 ? 1 : 0;
@@ -137,6 +138,7 @@ void Gradients::restore(const SavedGradient& saved) {
   landed_[saved.param] = saved.count;
   sum_squares_[saved.param] = saved.sum_squares;
   scalings_[saved.param] = saved.scaling;
+  if (sums_) sums_->restore(saved.param, base_.owns.rank == 0 ? saved.count : 0);
 }
 
 // Waits until no snapshot needs the gradients of the chunk.

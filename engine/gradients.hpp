@@ -48,6 +48,8 @@ class Gradients final {
   // known and it can be scaled. All ranks do so, as often in a step. False: nothing has landed here
   // since the last time, or gradients may be used at any time.
   bool look(Lock& lock) STRATA_REQUIRES(core_lock);
+  // Of several ranks: nothing has landed here since they added up.
+  bool looked() const { return !sums_ || sums_->looked(); }
   // A rank that has ended the step, as all have, and has not said what it found.
   std::optional<std::uint32_t> late() const { return sums_ ? sums_->late() : std::nullopt; }
   // Where those of other ranks meet; null: this rank is alone.
@@ -106,7 +108,8 @@ class Gradients final {
   bool any_used() const { return used_params_ != 0; }
   // A snapshot of now has what is known of the parameter's gradient, which is about to change.
   void note(std::uint32_t param);
-  // What a snapshot said of a parameter's gradient, which has landed again.
+  // What a snapshot said of a parameter's gradient, which has landed again. Of several ranks each
+  // lands what it owns, and zeros for the rest, and all look behind that.
   void restore(const SavedGradient& saved);
 
   // Nothing counts as used from here on.

@@ -151,17 +151,52 @@ def disagrees(run: Rank, series: str, what: str, **options: Any) -> dict[str, An
         said = ["none", ""]
         if not odd:
             said = error_of(strata.snapshot(model, series).wait)
-    elif what == "accumulation":
-        for batch in run.share(batches_of(STEPS)):
-            model(batch).square().mean().backward()
-        said = error_of(lambda: strata.snapshot(model, series).wait(SERIES_S))
-        optimizer.zero_grad()
-        run.meet()
     else:
         raise AssertionError(what)
     train(run, model, optimizer, 1, first=STEPS)
     folder = strata.snapshot(model, series).wait(SERIES_S)
     return {"said": said, "folder": folder.name, "hash": hash_of(model)}
+
+
+def _accumulates(run: Rank, model: nn.Module, half: int) -> None:
+    """Gradients of a half of a step of twice as many micro-batches."""
+    batches = batches_of(STEPS + half)
+    dtype = next(model.parameters()).dtype
+    for batch in run.share(batches):
+        loss = model(batch.to(dtype)).float().square().mean()
+        (loss * run.ranks / len(batches)).backward()
+
+
+def takes_halfway(run: Rank, series: str, where: str, **options: Any) -> str:
+    """A snapshot in the middle of an accumulation, or behind clip_grad_norm_()."""
+    model, optimizer = start(run, make_model(), **options)
+    _accumulates(run, model, 0)
+    if where == "middle":
+        handle = strata.snapshot(model, series, extra={"where": where})
+    _accumulates(run, model, 1)
+    if where == "clipped":
+        nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        handle = strata.snapshot(model, series, extra={"where": where})
+    optimizer.step()
+    optimizer.zero_grad()
+    train(run, model, optimizer, 1, first=STEPS + 2)
+    handle.wait(SERIES_S)
+    return hash_of(model)
+
+
+def goes_on_halfway(run: Rank, series: str, again: str = "", **options: Any) -> str:
+    """The rest of that run, from other values. `again`: where a snapshot is taken at once."""
+    model, optimizer = wrap(run, make_model(), lr=0.5, **options_of(run, options))
+    train(run, model, optimizer, 1, first=7)
+    where = strata.load(model, series)["where"]
+    if again:
+        strata.snapshot(model, again, extra={"where": where}).wait(SERIES_S)
+    if where == "middle":
+        _accumulates(run, model, 1)
+    optimizer.step()
+    optimizer.zero_grad()
+    train(run, model, optimizer, 1, first=STEPS + 2)
+    return hash_of(model)
 
 
 def leaves(run: Rank, series: str, **options: Any) -> list[str]:

@@ -165,6 +165,32 @@ def test_commands_know_all_parts(
     assert links(ssd) == []
 
 
+@pytest.mark.parametrize("where", ["middle", "clipped"])
+@pytest.mark.parametrize("case", ["norm", thorough("8bit"), thorough("bfloat16")])
+def test_an_accumulation_goes_on_under_any_number_of_ranks(
+    ranks: Ranks, tmp_path: Path, ssd: dict[str, Any], where: str, case: str
+) -> None:
+    ssd |= {"max_grad_norm": 0.05} if case == "norm" and where == "middle" else KINDS.get(case, {})
+    alone, two, again = (str(tmp_path / name) for name in ("alone", "two", "again"))
+    one = ranks.run("rank_snapshots.takes_halfway", 1, series=alone, where=where, **ssd)
+    taken = ranks.run("rank_snapshots.takes_halfway", 2, series=two, where=where, **ssd)
+    assert same(taken) == same(one)
+    for count, series in ((1, two), (2, alone), (2, two), (4, two)):
+        found = ranks.run("rank_snapshots.goes_on_halfway", count, series=series, **ssd)
+        assert same(found) == same(one), (count, series)
+    ranks.run("rank_snapshots.goes_on_halfway", 2, series=two, again=again, **ssd)
+    assert same(ranks.run("rank_snapshots.goes_on_halfway", 1, series=again, **ssd)) == same(one)
+
+
+def test_ranks_of_several_machines_take_none_in_the_middle(ranks: Ranks, tmp_path: Path) -> None:
+    drive = on_drive(tmp_path / "drive")
+    for outcome in ranks.start(
+        "rank_snapshots.takes_halfway", "ab", series=str(tmp_path / "s"), where="middle", **drive
+    ).wait():
+        assert outcome.code == 1
+        assert "those of several machines are not kept: take the snapshot" in outcome.output
+
+
 def test_the_call_waits_for_nobody(ranks: Ranks, tmp_path: Path, ssd: dict[str, Any]) -> None:
     series = str(tmp_path / "run")
     found = ranks.run("rank_snapshots.calls_late", 2, series=series, **ssd)
@@ -180,9 +206,6 @@ def test_the_call_waits_for_nobody(ranks: Ranks, tmp_path: Path, ssd: dict[str, 
         thorough("keeps", "was given different keep: 2 on rank 0, and 3 on rank 1"),
         thorough("arguments", "keep must be a whole number"),
         ("absent", "rank 1 has gone on without strata.snapshot"),
-        thorough(
-            "accumulation", "those of several ranks are not kept: take the snapshot behind step"
-        ),
     ],
 )
 def test_ranks_that_differ_say_so(

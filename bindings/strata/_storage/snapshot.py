@@ -95,12 +95,14 @@ def snapshot(
     what it changes is kept. A snapshot that is asked for while another is being kept begins at that
     one's end, which a later step() waits for; nobody waits for files that are being written.
 
-    Of several ranks each one calls it, with the same path and `keep`, behind the same step, and
-    ahead of the next backward; each keeps what it owns, and rank 0 writes the one manifest when all
-    have. It loads under any number of ranks. It has the random states and `extra` of each rank, and
-    buffers of rank 0. Where a rank fails or dies, older snapshots are as they were. A machine that
-    does not see the folder that rank 0 writes to has a copy of the manifest at its own `path`, and
-    pages stay on the drives of the machine whose ranks own them: it loads where all of these run.
+    Of several ranks each one calls it, with the same path and `keep`, behind the same step; each
+    keeps what it owns, and rank 0 writes the one manifest when all have. Between a backward and
+    step() all of them must call it at the same moment of the accumulation, as they add up what has
+    landed so far. It loads under any number of ranks. It has the random states and `extra` of each
+    rank, and buffers of rank 0. Where a rank fails or dies, older snapshots are as they were. A
+    machine that does not see the folder that rank 0 writes to has a copy of the manifest at its own
+    `path`, and pages stay on the drives of the machine whose ranks own them: it loads where all of
+    these run.
 
     The page files of `ssd_path` are linked, so they outlive the run; where the file system has no
     links, pages are copied into the folder. The first snapshot sets room on the SSD aside: `keep` +
@@ -120,7 +122,7 @@ def snapshot(
 
     Raises:
         StrataError: Where the budget of the SSD has no such room, with what would do; where there
-            is no SSD; of several ranks behind a backward; between a backward and step() with
+            is no SSD; of several machines behind a backward; between a backward and step() with
             update="in_backward", where some parameters are updated and others are not; what an
             earlier snapshot failed with (several ranks say that in the log); and from then on where
             pages could not be made durable.
@@ -159,6 +161,7 @@ def _check(state: Wrapped, path: Path, keep: int, extra: dict[str, Any] | None) 
     refuse_some_ranks(state)
     state.refuse_half_step("snapshot()")
     state.landings.wait()
+    state.steps.look_at_gradients()
     if not isinstance(keep, int) or isinstance(keep, bool):
         raise TypeError(f"keep must be a whole number, not {keep!r:.60}")
     if not 1 <= keep <= KEEP_MAX:

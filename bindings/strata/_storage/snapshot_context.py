@@ -29,6 +29,7 @@ from .checkpoint import (
 from .checkpoint_files import Record, TensorWriter
 from .extras import to_json
 from .snapshot_files import FORMAT
+from .snapshot_gradients import divisor
 from .stored import StoredTensor, stored_tensors
 
 
@@ -68,7 +69,7 @@ def take_context(
         "extra": to_json(extra, tensors),
         "gradients": None,
         "zeros": sorted(state.gradients.hand_over_held()),
-        "sums": {"float32": state.config["accumulate"]},
+        "sums": {"float32": state.config["accumulate"], "divisor": divisor(state)},
     }
     json.dumps(manifest)  # raises now, and not on the thread
     copies = {name: value.detach().to("cpu", copy=True) for name, value in values.items()}

@@ -39,11 +39,13 @@ earlier step in it, which waited for its update (LockFree); or [place in "groups
 update, what it is multiplied with]: that of an earlier step, whose update was still to come.
 "gradients" is {"float32": whether they are sums in float32, else in their parameter's dtype,
 "params": [[part, how many have landed, the sum of its squares, [factors that it was scaled with
-since], bits of those that divide]], "groups": hyperparameters}. What a run of gradients is
-multiplied with before it is used is not in its pages.
+since], bits of those that divide]], "groups": hyperparameters, "divisor": what the update divides
+them by, the number of ranks whose mean they are}. What a run of gradients is multiplied with before
+it is used is not in its pages.
 
 Where several ranks have taken it, each has page files, slots and links of its own, and a chunk also
-has its "rank": slot s of it lies in file s % n of that rank's n drives. It has no gradients.
+has its "rank": slot s of it lies in file s % n of that rank's n drives. Its gradients are the sums
+of what all ranks have landed.
 
 Ranks may be on several machines. A drive's folder is a path on its rank's machine. A
 machine that does not see rank 0's folder of the series has a folder of its own, with the same two
@@ -51,8 +53,8 @@ files: the whole manifest, with the same id. The snapshot counts from the moment
 manifest; until then no other machine has it, and everything else is on the disk of all of them. See
 snapshot_machines.py.
 
-Versions 1 to 5 load. 3 was that of several ranks, 4 of several machines, and 5 of whatever had
-scales. In version 2 "scales" were pages, all of them, and those of a chunk bytes in these, one
+Versions 1 to 6 load. 6 had no gradients of ranks, and no "divisor"; 3 was that of several ranks, 4
+of several machines, and 5 of whatever had scales. In version 2 "scales" were pages, all of them, and those of a chunk bytes in these, one
 behind the other; there was no "scale_page". Version 1 had the scales of all chunks in state.bin,
 where "scales" said. It had no gradients: no "gradients", "zeros" and "grad", runs without their
 last two values.
@@ -71,8 +73,8 @@ from typing import Any
 
 from .checkpoint_files import MANIFEST_NAME, CheckpointError, read_manifest
 
-FORMAT = 6
-FORMATS = (1, 2, 3, 4, 5, 6)
+FORMAT = 7
+FORMATS = (1, 2, 3, 4, 5, 6, 7)
 ROLES = ("param", "residual", "exp_avg", "exp_avg_sq")
 GRAD = "grad"
 LINKS = "strata-snapshots"

@@ -94,8 +94,8 @@ def _problems_of_ranks(manifest: dict[str, Any], others: int) -> Iterator[str]:
         yield "a chunk is of no rank"
     if not several:
         return
-    if manifest["scales"] is not None or manifest.get("gradients") is not None:
-        yield "ranks have no gradients, and scales where their chunks say"
+    if manifest["scales"] is not None:
+        yield "ranks have scales where their chunks say"
 
 
 def _lies(record: Any, end: int) -> bool:

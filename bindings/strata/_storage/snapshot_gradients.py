@@ -6,9 +6,10 @@
     gradients.restore()                         # behind all values: they land again
 
 What had landed lands again, as one gradient of each parameter, and what was known of it (how often,
-its norm, what it was scaled with) is told to the core. A gradient that only waited for its update
-(update=LockFree) is not kept apart: its update is made as it is loaded. The format is described in
-snapshot_files.py.
+its norm, what it was scaled with) is told to the core. Of several ranks each lands what it owns,
+with zeros that change no bit for the rest, and all of them add up. A gradient that only waited for
+its update (update=LockFree) is not kept apart: its update is made as it is loaded. The format is
+described in snapshot_files.py.
 """
 
 from __future__ import annotations
@@ -21,10 +22,12 @@ from .._config.choices import DTYPES
 from .._config.managed import DTYPE_NAMES
 from .._core import update_span
 from .._runtime.wrapped import Wrapped
+from .checkpoint import within
 from .checkpoint_files import CheckpointError
 from .snapshot_elements import Page
 from .snapshot_files import FORMAT, GRAD, ROLES
 from .stored import StoredTensor
+from .together import owned
 
 if TYPE_CHECKING:
     from .._core import DtypeName
@@ -43,8 +46,8 @@ class PageReader(Protocol):
 
     tensors: list[StoredTensor]
 
-    def pages_of(self, slots: list[int]) -> Pages:
-        """Those slots, read and verified."""
+    def pages_of(self, slots: list[int], rank: int) -> Pages:
+        """Those slots of a rank's, read and verified."""
 
     def scales(self, chunk: Chunk, page: Page, moment: int, at: int, count: int) -> torch.Tensor:
         """As Elements has them."""
@@ -58,6 +61,8 @@ def upgrade(manifest: dict[str, Any]) -> None:
         chunk.setdefault("scale_page", None)
     if manifest["snapshot"] == 1:
         _upgrade_runs(manifest)
+    if manifest["gradients"] is not None:
+        manifest["gradients"].setdefault("divisor", 1)
 
 
 def _place_scales(manifest: dict[str, Any]) -> None:
@@ -86,6 +91,13 @@ def _upgrade_runs(manifest: dict[str, Any]) -> None:
     manifest |= {"snapshot": FORMAT, "gradients": None, "zeros": []}
 
 
+def divisor(state: Wrapped) -> int:
+    """What an update divides sums of gradients by."""
+    if state.ranks is None or state.config["ranks"]["sums"]:
+        return 1
+    return state.ranks.count
+
+
 def waits(run: list[Any]) -> bool:
     """Whether an update of its gradient was still to come, though nothing has landed since."""
     return run[5] not in (NONE, LANDED, MERGED)
@@ -101,16 +113,17 @@ class SavedGradients:
         self._state = state
         self._source = source
         self._saved = manifest["gradients"]
-        self._cache: dict[int, torch.Tensor] = {}
+        self._cache: dict[tuple[int, int], torch.Tensor] = {}  # by rank and slot
         zeros = manifest["zeros"]
         parts = len(manifest["parts"])
         if not isinstance(zeros, list) or not all(_is_place(z, parts) for z in zeros):
             raise ValueError("zeros")
         self._known = self._check_saved() if self._saved is not None else {}
-        landed = set()
+        landed, merged = set(), False
         for chunk in manifest["chunks"]:
             for run in chunk["runs"]:
                 self._check_run(chunk, run)
+                merged |= run[5] == MERGED
                 if run[5] in (LANDED, MERGED):
                     landed.add(run[0])
         if landed - self._known.keys():
@@ -120,7 +133,7 @@ class SavedGradients:
             for part, _, count, *_ in chunk["runs"]:
                 self._counts[part] = self._counts.get(part, 0) + count
         if landed:
-            self._refuse_what_cannot_be(landed)
+            self._refuse_what_cannot_be(landed, merged)
 
     def _check_saved(self) -> dict[int, list[Any]]:
         params = self._saved["params"]
@@ -136,6 +149,8 @@ class SavedGradients:
                 raise ValueError("a division by zero")
         if type(self._saved["float32"]) is not bool or not isinstance(self._saved["groups"], list):
             raise TypeError("gradients")
+        if type(self._saved["divisor"]) is not int or self._saved["divisor"] < 1:
+            raise ValueError("what gradients are divided by")
         return {entry[0]: entry for entry in params}
 
     def _check_run(self, chunk: Chunk, run: list[Any]) -> None:
@@ -165,12 +180,13 @@ class SavedGradients:
         if not _is_place(group, len(self._saved["groups"])):
             raise ValueError("hyperparameters of a waiting gradient")
 
-    def _refuse_what_cannot_be(self, landed: set[int]) -> None:
-        config = self._state.config
-        if self._state.ranks is not None:
+    def _refuse_what_cannot_be(self, landed: set[int], merged: bool) -> None:
+        config, ranks = self._state.config, self._state.ranks
+        if ranks is not None and (ranks.machines or merged):
+            who = "ranks of several machines" if ranks.machines else "ranks, where updates lagged,"
             raise CheckpointError(
-                "this snapshot was taken in the middle of an accumulation, which several ranks "
-                "cannot go on with: load it in one process, and take another behind step()"
+                f"this snapshot was taken in the middle of an accumulation, which {who} cannot go "
+                "on with: load it in one process, and take another behind step()"
             )
         if config["update"] == "in_backward":
             raise CheckpointError(
@@ -263,16 +279,22 @@ class SavedGradients:
         """Elements of the chunk's gradient, from `at` on: as many of `count` as lie in one page."""
         per_page, begin, pages = chunk[GRAD]
         count = min(count, per_page - at % per_page)
-        page = self._page(pages[at // per_page][0])
+        page = self._page(int(chunk.get("rank", 0)), pages[at // per_page][0])
         first = begin + at % per_page * dtype.itemsize
         return page[first : first + count * dtype.itemsize].view(dtype)
 
-    def _page(self, slot: int) -> torch.Tensor:
-        if slot not in self._cache:
+    @property
+    def _factor(self) -> float:
+        """Of what is to land: updates of this run divide by another number. Exact where that is as
+        many times a power of two."""
+        return divisor(self._state) / int(self._saved["divisor"])
+
+    def _page(self, rank: int, slot: int) -> torch.Tensor:
+        if (rank, slot) not in self._cache:
             while len(self._cache) >= CACHED_PAGES:
                 del self._cache[next(iter(self._cache))]
-            self._cache |= self._source.pages_of([slot])
-        return self._cache[slot]
+            self._cache[rank, slot] = self._source.pages_of([slot], rank)[slot]
+        return self._cache[rank, slot]
 
     # Behind all values ----------------------------------------------------------------------------
 
@@ -288,6 +310,7 @@ class SavedGradients:
             for part, numel in zip(tensor.parts, tensor.part_numels, strict=True):
                 self._restore_part(part, first, numel, runs.get(place, []))
                 first += numel
+        self._state.steps.look_at_gradients()
         self._take_over_zeros()
 
     def _restore_part(
@@ -312,13 +335,21 @@ class SavedGradients:
         spec = self._state.config["params"][part]
         name = "float32" if self._state.config["accumulate"] else spec["dtype"]
         dtype: torch.dtype = getattr(torch, name)
-        values = torch.zeros(numel, dtype=dtype, device=self._state.device)
+        # What others own: added to any value it gives that value, of either zero too.
+        values = torch.full((numel,), -0.0, dtype=dtype, device=self._state.device)
+        own = owned(self._state, part, self._state.ranks.rank if self._state.ranks else 0)
+        for begin, length in own:
+            values[begin : begin + length] = 0.0
         for chunk, run, at, count, in_chunk in landed:
-            done = 0
-            while done < count:
-                piece = self._gradient(chunk, in_chunk + done, count - done, self._dtype(run))
-                values[at + done : at + done + piece.numel()] = piece
-                done += piece.numel()
+            for begin, length in within(own, at, count):
+                done = 0
+                while done < length:
+                    first = in_chunk + begin - at + done
+                    piece = self._gradient(chunk, first, length - done, self._dtype(run))
+                    values[begin + done : begin + done + piece.numel()] = piece
+                    done += piece.numel()
+        if self._factor != 1:
+            values *= self._factor
         self._land(part, values, {run[0] for _, run, *_ in landed})
         for _, run, at, count, _ in landed:
             if run[5] == MERGED:
@@ -326,15 +357,17 @@ class SavedGradients:
 
     def _land(self, part: int, values: torch.Tensor, parts: set[int]) -> None:
         """`parts`: of the snapshot, which the values come from. Where tiles are others, the norm is
-        taken anew."""
+        taken anew, and where they are multiplied."""
         session, state = self._state.session, self._state
         name: DtypeName = DTYPE_NAMES[values.dtype]
         session.land_gradient(part, values.data_ptr(), name, stream=state.stream())
         found = [self._known[p] for p in sorted(parts)]
         _, count, squares, factors, divisions = found[0]
-        if len(found) > 1 or self._counts[found[0][0]] != values.numel():
+        same = len(found) == 1 and self._counts[found[0][0]] == values.numel()
+        if not same or self._factor != 1:
             count = max(entry[1] for entry in found)
-            squares, _ = session.gradient_squares(part)
+            if state.ranks is None:  # else they are found as ranks add up
+                squares, _ = session.gradient_squares(part)
             for i, factor in enumerate(factors):
                 squares *= (1 / factor if divisions >> i & 1 else factor) ** 2
         session.restore_gradient(part, count, squares, factors, divisions)

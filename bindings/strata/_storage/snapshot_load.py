@@ -48,7 +48,7 @@ def load(model: nn.Module, path: str | Path, *, progress: Progress | None = None
     before all have. The number of ranks may be another than when it
     was saved. Where it is the same, each gets back its own random states and `extra`; else all get
     those of rank 0. Buffers are rank 0's on all of them. Load ahead of the first backward, or
-    behind step(). Several ranks load no snapshot of the middle of an accumulation. Of several
+    behind step(). Ranks of several machines load none of the middle of an accumulation. Of several
     machines it is the newest snapshot that all of them have, and what lies on the drive of another
     machine is sent from there.
 

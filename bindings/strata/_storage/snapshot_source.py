@@ -204,9 +204,9 @@ class Source:
             memory = page_memory(size)
         return memory, self._read_to(slots, memory, rank)
 
-    def pages_of(self, slots: list[int]) -> Pages:
-        """Those slots, read and verified, of a process that was alone."""
-        return self._read_to(slots, page_memory(len(slots) * self._page_bytes), 0)
+    def pages_of(self, slots: list[int], rank: int) -> Pages:
+        """Those slots of a rank's, read and verified."""
+        return self._read_to(slots, page_memory(len(slots) * self._page_bytes), rank)
 
     def _read_to(self, slots: list[int], memory: torch.Tensor, rank: int) -> Pages:
         """The memory's pages. `rank`: whose they were; what another one reads comes later."""
