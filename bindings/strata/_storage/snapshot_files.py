@@ -54,10 +54,10 @@ manifest; until then no other machine has it, and everything else is on the disk
 snapshot_machines.py.
 
 Versions 1 to 6 load. 6 had no gradients of ranks, and no "divisor"; 3 was that of several ranks, 4
-of several machines, and 5 of whatever had scales. In version 2 "scales" were pages, all of them, and those of a chunk bytes in these, one
-behind the other; there was no "scale_page". Version 1 had the scales of all chunks in state.bin,
-where "scales" said. It had no gradients: no "gradients", "zeros" and "grad", runs without their
-last two values.
+of several machines, and 5 of whatever had scales. In version 2 "scales" were pages, all of them,
+and those of a chunk bytes in these, one behind the other; there was no "scale_page". Version 1 had
+the scales of all chunks in state.bin, where "scales" said. It had no gradients: no "gradients",
+"zeros" and "grad", runs without their last two values.
 
 A link is one more name of the file that the run wrote to; the kernel frees the file with its last
 one. A manifest that is called removed.json is one of a snapshot that is being removed. Nothing here
