@@ -12,7 +12,8 @@ namespace {
 // What ranks can be asked for beside a step, as numbers that no step's is.
 constexpr std::uint64_t kLook = 1;
 constexpr std::uint64_t kDropAll = 2;
-constexpr std::uint64_t kDropOne = 3;
+constexpr std::uint64_t kHold = 3;
+constexpr std::uint64_t kDropOne = 4;
 
 }  // namespace
 
@@ -105,6 +106,12 @@ bool Gradients::look(Lock& lock) {
   const BetweenSteps::StepCall call(between_, lock);
   const GradientSums::Look look = meet_others(lock, kLook);
   return true;
+}
+
+GradientSums::Look Gradients::stop_adding(Lock& lock) {
+  if (!sums_ || !any() || base_.config.update != UpdateMode::on_step) return nullptr;
+  const BetweenSteps::StepCall call(between_, lock);
+  return meet_others(lock, kHold);
 }
 
 // All ranks do what was asked while this lives.

@@ -99,7 +99,12 @@ void Session::with_page_files(const std::function<void(std::vector<Descriptor>&)
 
 std::uint64_t Session::begin_snapshot(std::uint32_t keep) {
   Gate::Call in(gate_);
-  const std::uint64_t id = core_->snapshots.begin(keep);
+  core_->snapshots.want(keep);  // ahead of the others, who would be asked again
+  const std::uint64_t id = [&] {
+    // Nobody's later gradients are in the sums of whoever begins last.
+    const GradientSums::Look look = core_->gradients.stop_adding(in.lock());
+    return core_->snapshots.begin(keep);
+  }();
   core_->snapshot_room.make_beside(in.lock());
   return id;
 }

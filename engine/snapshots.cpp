@@ -52,7 +52,9 @@ std::uint64_t Snapshots::begin(std::uint32_t keep) {
         "step() first, and take the snapshot behind it";
   } else if (!gradients_.looked()) {
     error.what =
-        "gradients have landed since ranks last added theirs up: look_at_gradients(), all ranks";
+        "gradients have landed since the last step(), and those of several ranks are not kept "
+        "where "
+        "updates may lag: take the snapshot behind step()";
   } else if (!base_.config.machines.empty() && gradients_.any()) {
     error.what =
         "gradients have landed since the last step(), and those of several machines are not kept: "

@@ -171,6 +171,7 @@ def takes_halfway(run: Rank, series: str, where: str, **options: Any) -> str:
     """A snapshot in the middle of an accumulation, or behind clip_grad_norm_()."""
     model, optimizer = start(run, make_model(), **options)
     _accumulates(run, model, 0)
+    time.sleep(0.3 * run.rank)  # the others are in the next backward by then
     if where == "middle":
         handle = strata.snapshot(model, series, extra={"where": where})
     _accumulates(run, model, 1)

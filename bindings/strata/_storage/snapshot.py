@@ -161,7 +161,6 @@ def _check(state: Wrapped, path: Path, keep: int, extra: dict[str, Any] | None) 
     refuse_some_ranks(state)
     state.refuse_half_step("snapshot()")
     state.landings.wait()
-    state.steps.look_at_gradients()
     if not isinstance(keep, int) or isinstance(keep, bool):
         raise TypeError(f"keep must be a whole number, not {keep!r:.60}")
     if not 1 <= keep <= KEEP_MAX:
@@ -292,6 +291,8 @@ class Taker:
         self._unsure = True
         number = self.holder.begin(complete)
         self._known, self._unsure = number, False
+        if state.ranks is not None and any(state.steps.landed):
+            state.steps.learn_landed()  # ranks have added up
         asked = Asked(number, folder, keep, context, self._form)
         try:
             self._handles.append(handle)
