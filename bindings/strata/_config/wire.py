@@ -8,9 +8,13 @@ Note [Groups of its own]. The core calls from threads of its own, two for each r
 machine, at moments that differ from rank to rank. What is sent from one rank to another one keeps
 its order, and nothing else needs one; so only point-to-point calls are made, in groups that nobody
 else uses. The user's own collectives, in theirs, are never between them. Where one call of a group
-runs out of time, Gloo ends all its connections; so each two ranks have a group, and a rank that is
-lost takes no other one with it. Pages rest in host memory: groups are of Gloo, whatever the user's
-is.
+runs out of time, Gloo ends all its connections; so no two ranks share one with a third, and a rank
+that is lost takes no other one with it. Pages rest in host memory: groups are of Gloo, whatever the
+user's is.
+
+Note [Both ways]. Two ranks have a group for each way: while Gloo waits for room in a connection
+that it sends by, it reads nothing from it. So one connection carries, each way, half of what the
+network does.
 
 Note [Trailers]. Where a connection breaks, Gloo wakes whoever waits for a message of which nothing
 has come, and forgets whoever waits for the rest of one: that receive would end by its patience. So
@@ -45,29 +49,32 @@ class Wire:
         """`machines`: by rank; `run`: a name that no other run has. Raises RuntimeError where a
         rank of another machine cannot be reached."""
         self.sent: dict[int, int] = {}  # by rank: bytes
-        self._groups: dict[int, tuple[Any, int]] = {}  # by rank: of Gloo, and its rank there
+        # By rank: groups of Gloo, of which the sender is the first. See Note [Both ways].
+        self._there: dict[int, Any] = {}
+        self._here: dict[int, Any] = {}
         # All ranks make theirs in the order of both: each waits for the other one.
         for other in range(len(machines)):
             if machines[other] == machines[rank]:
                 continue
-            low, high = sorted([rank, other])
-            store = distributed.PrefixStore(f"strata/{run}/{low}-{high}", default_store())
-            group = distributed.ProcessGroupGloo(store, int(rank == high), 2, CONNECT)
-            self._groups[other] = (group, int(other == high))
+            for source, to in sorted([(rank, other), (other, rank)]):
+                store = distributed.PrefixStore(f"strata/{run}/{source}-{to}", default_store())
+                group = distributed.ProcessGroupGloo(store, int(rank == to), 2, CONNECT)
+                (self._there if source == rank else self._here)[other] = group
 
     def close(self) -> None:
         """Nothing is sent any more."""
-        self._groups.clear()
+        self._there.clear()
+        self._here.clear()
 
     def send(self, to: int, places: Places, patience: float) -> None:
         """Returns when the bytes may be written again. Raises ConnectionError where the other rank
         is gone, or takes nothing for so many seconds."""
         with _plain_errors():
-            group, there = self._groups[to]
+            group = self._there[to]
             pieces = [
                 (_view(*place), _trailer()) for place in places
             ]  # they stay until all are out
-            works = [group.send([tensor], there, 0) for piece in pieces for tensor in piece]
+            works = [group.send([tensor], 1, 0) for piece in pieces for tensor in piece]
             for work in works:
                 work.wait(timedelta(seconds=patience))
         self.sent[to] = self.sent.get(to, 0) + sum(size for _, size in places)
@@ -75,9 +82,9 @@ class Wire:
     def receive(self, source: int, places: Places, patience: float) -> None:
         """Returns when all bytes are there. Raises ConnectionError likewise."""
         with _plain_errors():
-            group, there = self._groups[source]
+            group = self._here[source]
             pieces = [(_view(*place), _trailer()) for place in places]
-            works = [[group.recv([tensor], there, 0) for tensor in piece] for piece in pieces]
+            works = [[group.recv([tensor], 0, 0) for tensor in piece] for piece in pieces]
             for piece, trailer in works:
                 trailer.wait(timedelta(seconds=patience))
                 piece.wait(timedelta(seconds=patience))
