@@ -111,7 +111,7 @@ class Campaign:
         pids = self._server.ask(start_order(setting))["pids"]
         _await(lambda: board.get(victim)[0] in (doing, "done"))
         time.sleep(choice.random() * most)
-        did = board.get(victim)[0]
+        did, made, _, _, first = board.get(victim)
         killed = time.monotonic()
         os.kill(pids[victim], signal.SIGKILL)
         outcome = self._server.ask(json.dumps({"wait": WAIT_S}))
@@ -127,7 +127,9 @@ class Campaign:
                 self._look(name, rank, outcome["codes"][rank], outcome["ended"][rank] - killed)
                 raised = board.get(rank)[3]
                 self.heard.append((raised or outcome["ended"][rank]) - killed)
-                words = WORDS[did].format(rank=victim, host=re.escape(socket.gethostname()))
+                # In its first step it may not have come to a unit.
+                words = WORDS["load" if did == "step" and made == first else did]
+                words = words.format(rank=victim, host=re.escape(socket.gethostname()))
                 if not re.search(words, self._last_words(rank)):
                     self.fail(f"{name}: rank {rank} says {self._log(rank)}")
         if max(board.get(rank)[1] for rank in range(setting.ranks)) > LAST_STEP - 100:

@@ -61,7 +61,8 @@ class Setting:
 class Board:
     """A few numbers of each rank that it and the bench share: a file that all of them map."""
 
-    _FORM = struct.Struct("iiid")  # DOING, steps made, step of the last save, when it raised
+    # DOING, steps made, step of the last save, when it raised, steps made ahead of this run
+    _FORM = struct.Struct("iiidi")
 
     def __init__(self, folder: Path) -> None:
         path = folder / "board"
@@ -70,14 +71,16 @@ class Board:
         with path.open("r+b") as file:
             self._memory = mmap.mmap(file.fileno(), 0)
 
-    def get(self, rank: int) -> tuple[str, int, int, float]:
-        """What it does, steps made, the step of its last save, and when it raised, or 0."""
-        doing, step, saved, raised = self._FORM.unpack_from(self._memory, rank * self._FORM.size)
-        return DOING[doing], step, saved, raised
+    def get(self, rank: int) -> tuple[str, int, int, float, int]:
+        """What it does, steps made, the step of its last save, when it raised, or 0, and the steps
+        that others made ahead of it."""
+        doing, *rest = self._FORM.unpack_from(self._memory, rank * self._FORM.size)
+        step, saved, raised, first = rest
+        return DOING[doing], step, saved, raised, first
 
     def set(self, rank: int, **values: Any) -> None:
-        """Of doing, step, saved, raised."""
-        names = ("doing", "step", "saved", "raised")
+        """Of doing, step, saved, raised, first."""
+        names = ("doing", "step", "saved", "raised", "first")
         known = dict(zip(names, self.get(rank), strict=True)) | values
         known["doing"] = DOING.index(known["doing"])
         self._FORM.pack_into(self._memory, rank * self._FORM.size, *(known[n] for n in names))
@@ -132,6 +135,7 @@ def train(setting: Setting, rank: int, board: Board) -> None:
     if path.exists():
         done = strata.load(training.model, path)["step"]
     _check(training.model, done, expected)
+    board.set(rank, first=done)
     while done < setting.last:
         board.set(rank, doing="step", step=done)
         training.step(done)
