@@ -177,7 +177,7 @@ def _stop(
     board = _board(folder)
     _clear(folder)
     pids = server.ask(start_order(Setting(str(folder), ranks=2, every=10, last=60)))["pids"]
-    _await(lambda: board.get(1)[1] >= 10)
+    _await(lambda: board.get(1)[1] >= 11)  # in a step, and not in a save
     os.kill(pids[1], signal.SIGSTOP)
     stopped, said = time.monotonic(), 0.0
     while time.monotonic() - stopped < seconds:
@@ -203,7 +203,7 @@ def _give_up(folder: Path, server: Child, fail: Callable[[str], None]) -> Iterat
     _clear(folder)
     setting = Setting(str(folder), ranks=2, every=10, rank_timeout=TIMEOUT_S)
     pids = server.ask(start_order(setting))["pids"]
-    _await(lambda: board.get(1)[1] >= 10)
+    _await(lambda: board.get(1)[1] >= 11)  # in a step, and not in a save
     os.kill(pids[1], signal.SIGSTOP)
     stopped = time.monotonic()
     _await(lambda: board.get(0)[3] > 0)

@@ -388,15 +388,6 @@ bool Gradients::use(UnitId unit) {
   return any;
 }
 
-void Gradients::forget_used() {
-  if (std::exchange(used_params_, 0) != 0) std::fill(used_.begin(), used_.end(), false);
-}
-
-void Gradients::end_step() {
-  forget_landed();
-  ++step_;
-}
-
 std::vector<bool> Gradients::landed() const {
   std::vector<bool> any;
   for (const std::uint32_t count : landed_) any.push_back(count != 0);

@@ -116,9 +116,15 @@ class Gradients final {
   void restore(const SavedGradient& saved);
 
   // Nothing counts as used from here on.
-  void forget_used();
+  void forget_used() {
+    used_.assign(used_.size(), false);
+    used_params_ = 0;
+  }
   // The updates of what has landed are released: what lands next is of the next step.
-  void end_step();
+  void end_step() {
+    forget_landed();
+    ++step_;
+  }
   // The last step is over, whatever became of its gradients.
   void begin_step() {
     if (exchange_) exchange_->begin_step(step_);

@@ -55,7 +55,7 @@ class Meeting final {
   void step_all();
   void check_single(const Handshake& shaking) const;
   void wait() const;
-  [[noreturn]] void refuse_ended(std::uint32_t rank) const;
+  [[noreturn]] void refuse_ended() const;
   [[noreturn]] void refuse_late() const;
 
   bool is_missing(std::uint32_t rank) const { return rank != options_.rank && !peers_[rank]; }
@@ -75,6 +75,7 @@ class Meeting final {
   std::vector<Handshake> shaking_;
   std::vector<std::optional<Peer>> peers_;  // by rank
   PeerWatch watch_;
+  std::vector<std::uint32_t> dead_;  // in the order in which that was seen
 };
 
 // Without a descriptor, for whatever reason, who does not come is found at the deadline.
@@ -82,21 +83,29 @@ void Meeting::watch_all() {
   for (std::uint32_t rank = 0; rank < options_.pids.size(); ++rank) {
     if (rank == options_.rank) continue;
     Descriptor pidfd = open_pidfd(options_.pids[rank]);
-    if (!pidfd.open() && errno == ESRCH) refuse_ended(rank);
+    if (!pidfd.open() && errno == ESRCH) dead_.push_back(rank);
     if (pidfd.open()) watch_.add(rank, std::move(pidfd));
   }
+  if (!dead_.empty()) refuse_ended();
 }
 
-// One that has been here already is watched by whoever asked for the meeting.
+// One that has been here already is watched by whoever asked for the meeting. Where it is missed by
+// others, they end, and it is named with them.
 void Meeting::heed_deaths() {
-  for (const std::uint32_t rank : watch_.died()) {
-    if (is_missing(rank)) refuse_ended(rank);
+  for (const std::uint32_t rank : watch_.died()) dead_.push_back(rank);
+  if (std::ranges::any_of(dead_, [this](std::uint32_t rank) { return is_missing(rank); })) {
+    refuse_ended();
   }
 }
 
-void Meeting::refuse_ended(std::uint32_t rank) const {
-  refuse("rank " + std::to_string(rank) + " (process " + std::to_string(options_.pids[rank]) +
-         ") ended while the ranks met; its own output says why");
+void Meeting::refuse_ended() const {
+  std::string who;
+  for (const std::uint32_t rank : dead_) {
+    who += (who.empty() ? "rank " : " and rank ") + std::to_string(rank) + " (process " +
+           std::to_string(options_.pids[rank]) + ")";
+  }
+  refuse(who + " ended while the ranks met; " + (dead_.size() == 1 ? "its" : "their") +
+         " own output says why");
 }
 
 std::vector<Peer> Meeting::run() {

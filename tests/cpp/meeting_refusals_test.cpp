@@ -158,6 +158,24 @@ TEST(MeetingRefusals, DoesNotWaitForWhoHasEnded) {
   }
 }
 
+// One ends because another one has, which had been here already.
+TEST(MeetingRefusals, NamesAllWhoHaveEnded) {
+  const TempFolder folder;
+  Forked first([&] {
+    ::ualarm(100'000, 0);  // kills it
+    meet({.folder = folder.path(), .rank = 1, .count = 3, .timeout = kLong});
+  });
+  Forked second([] { ::usleep(300'000); });
+  const std::array pids = {::getpid(), first.pid(), second.pid()};
+  const std::string words = refusal_of([&] {
+    meet({.folder = folder.path(), .rank = 0, .count = 3, .timeout = kLong, .pids = pids});
+  });
+  EXPECT_TRUE(has(words, "rank 1 (process " + std::to_string(pids[1]) + ") and rank 2")) << words;
+  EXPECT_TRUE(has(words, "their own output")) << words;
+  EXPECT_NE(first.end(), 0);
+  EXPECT_EQ(second.end(), 0);
+}
+
 TEST(MeetingRefusals, RefusesAnotherUser) {
   if (::geteuid() != 0) GTEST_SKIP() << "needs root, which may become another user";
   const TempFolder folder;
