@@ -36,6 +36,7 @@ LOOK_S = 0.0005
 STOPPED_S, QUICK_STOPPED_S = 60.0, 3.0
 SAID_S = 10.0  # behind which the log names who is waited for
 TIMEOUT_S = 2.0  # rank_timeout
+NEVER_S = 1e9
 # What the victim does, and so many seconds behind it at most.
 MOMENTS = [
     *(("wrap", 0.15), ("load", 0.05), ("step", 0.05), ("step", 0.3), ("step", 0.6)),
@@ -191,7 +192,7 @@ def _stop(
     _await(lambda: board.get(0)[1] > step)
     yield Figure("rank-loss", "goes_on_behind_a_stop", time.monotonic() - goes_on, "s")
     if seconds > SAID_S:
-        yield Figure("rank-loss", "stopped_rank_named", said or 1e9, "s", target=SAID_S + 2)
+        yield Figure("rank-loss", "stopped_rank_named", said or NEVER_S, "s", target=SAID_S + 2)
     codes = server.ask(json.dumps({"wait": WAIT_S}))["codes"]
     if codes != [0, 0]:
         fail(f"behind a stop ranks ended with {codes}: {(folder / 'rank-0.log').read_text()}")
@@ -207,9 +208,9 @@ def _give_up(folder: Path, server: Child, fail: Callable[[str], None]) -> Iterat
     os.kill(pids[1], signal.SIGSTOP)
     stopped = time.monotonic()
     _await(lambda: board.get(0)[3] > 0)
-    yield Figure(
-        "rank-loss", "given_up", board.get(0)[3] - stopped, "s", target=TIMEOUT_S + HEARD_S
-    )
+    raised = board.get(0)[3]
+    seconds = raised - stopped if raised else NEVER_S
+    yield Figure("rank-loss", "given_up", seconds, "s", target=TIMEOUT_S + HEARD_S)
     os.kill(pids[1], signal.SIGCONT)
     codes = server.ask(json.dumps({"wait": WAIT_S}))["codes"]
     texts = [(folder / f"rank-{rank}.log").read_text() for rank in range(2)]
