@@ -319,6 +319,7 @@ void bind_snapshots(py::module_& module, SessionClass& session) {
       .def("chunk", &TakenSnapshot::chunk);
   session.def("reserve_snapshots", &Session::reserve_snapshots, WithoutGil())
       .def("begin_snapshot", &Session::begin_snapshot, WithoutGil())
+      .def("snapshots_begun", &Session::snapshots_begun, WithoutGil())
       .def("restore_run", &Session::restore_run, WithoutGil())
       .def("restore_gradient",
            [](Session& s, std::uint32_t param, std::uint32_t count, double sum_squares,

@@ -26,7 +26,7 @@
 // Note [One behind the other]
 // A snapshot that is asked for while another is being captured begins at that one's end. Until then
 // it counts on its state all the same: no later step is released, and nobody writes. So who asks
-// never waits; the next step() may.
+// does not wait for it; the next step() may.
 #pragma once
 
 #include <algorithm>

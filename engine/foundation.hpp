@@ -66,7 +66,7 @@ struct Foundation final {
   // The first frames of host memory, in a row: other ranks read the scales there.
   std::byte* scales = nullptr;   // the area that Ownership::scale_offset() tells of; null: none
   std::byte* landing = nullptr;  // kLandingFrames bounce buffers; null where none are needed
-  std::byte* outbox = nullptr;   // kOutboxFrames; null: this rank is alone
+  std::byte* outbox = nullptr;   // Claims::outbox_frames; null: this rank is alone
   std::byte* relayed = nullptr;  // pages of other machines; null: this rank relays none
   std::optional<GradientFrames> gradient_frames;  // none: gradients have pages
   PageCache cache;

@@ -67,10 +67,9 @@ void Gradients::land_now(Lock& lock, const IncomingGradient& gradient) {
   ++landings_;
   ExactSum squares;
   try {
-    if (exchange_)
-      exchange_->land(lock, gradient);
-    else
-      squares = landing_.land(lock, gradient);
+    if (!exchange_) squares = landing_.land(lock, gradient);
+    if (exchange_) exchange_->land(lock, gradient);
+    if (exchange_) updates_.wait_begun(lock);  // a snapshot has what was known ahead of it
   } catch (...) {
     --landings_;
     throw;
@@ -109,7 +108,9 @@ bool Gradients::look(Lock& lock) {
 }
 
 GradientSums::Look Gradients::stop_adding(Lock& lock) {
-  if (!sums_ || !any() || base_.config.update != UpdateMode::on_step) return nullptr;
+  refuse_behind_end();
+  const bool none = !sums_ || !any() || base_.config.update != UpdateMode::on_step;
+  if (none || any_landing() || !base_.config.machines.empty()) return nullptr;
   const BetweenSteps::StepCall call(between_, lock);
   return meet_others(lock, kHold);
 }

@@ -50,8 +50,8 @@ class Gradients final {
   bool look(Lock& lock) STRATA_REQUIRES(core_lock);
   // Of several ranks: nothing has landed here since they added up.
   bool looked() const { return !sums_ || sums_->looked(); }
-  // Likewise, where there are gradients: all of them do so. While this lives nothing is added.
-  // Null: nothing needs to be stopped, or it cannot be.
+  // Likewise, where there are gradients: all of them do so, and while this lives nothing is added.
+  // Null: nothing needs to be stopped, or what is asked will be refused.
   GradientSums::Look stop_adding(Lock& lock) STRATA_REQUIRES(core_lock);
   // A rank that has ended the step, as all have, and has not said what it found.
   std::optional<std::uint32_t> late() const { return sums_ ? sums_->late() : std::nullopt; }

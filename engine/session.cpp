@@ -99,7 +99,10 @@ void Session::with_page_files(const std::function<void(std::vector<Descriptor>&)
 
 std::uint64_t Session::begin_snapshot(std::uint32_t keep) {
   Gate::Call in(gate_);
-  core_->snapshots.want(keep);  // ahead of the others, who would be asked again
+  // Ahead of the others, who would be asked again, and wait for what an earlier snapshot has still
+  // to capture, which needs the room.
+  core_->snapshots.want(keep);
+  core_->snapshot_room.make_beside(in.lock());
   const std::uint64_t id = [&] {
     // Nobody's later gradients are in the sums of whoever begins last.
     const GradientSums::Look look = core_->gradients.stop_adding(in.lock());

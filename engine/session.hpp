@@ -231,9 +231,14 @@ class Session final {
     core_->elements.set_step(in.lock(), param, step);
   }
 
-  // snapshots.hpp, snapshot_room.hpp. `keep`: complete ones beside the one that begins.
-  // REQUIRES: no other ranks; who asks for them is told so ahead.
+  // snapshots.hpp, snapshot_room.hpp. `keep`: complete ones beside the one that begins. Where
+  // gradients have landed it waits for all ranks, which call it at the same moment.
   std::uint64_t begin_snapshot(std::uint32_t keep);
+  // The number of the last one.
+  std::uint64_t snapshots_begun() {
+    Gate::Call in(gate_);
+    return core_->snapshots.begun();
+  }
   // Ahead of the first one: waits for the file system.
   void reserve_snapshots(std::uint32_t keep);
   bool snapshot_complete(std::uint64_t id) {

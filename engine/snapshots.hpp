@@ -23,8 +23,8 @@
 // Note [Snapshots of ranks]
 // Each rank of a machine captures the chunks that it owns, and knows nothing of the others': that
 // their snapshots are all of one step, and of one commit, is the callers' affair. Gradients of
-// ranks are on their way to their owners between two steps, so a rank that has any takes no
-// snapshot.
+// ranks are on their way to their owners between two steps: where there are any, a snapshot begins
+// while all ranks have stopped to add them up, and what a rank keeps are the sums that it owns.
 //
 // Note [Pace]
 // A turn looks at a bounded number of chunks, so that the lock is never held in proportion to the
@@ -104,6 +104,8 @@ class Snapshots final {
   // want() does; busy where a gradient is landing, or the gradients that have landed since the last
   // step are being used; of several ranks where any have.
   std::uint64_t begin(std::uint32_t keep);
+  // The number of the last one; 0: there was none.
+  std::uint64_t begun() const { return last_; }
   // Throws where nothing came of it.
   bool complete(std::uint64_t id) const;
   void wait(Lock& lock, std::uint64_t id) STRATA_REQUIRES(core_lock);

@@ -328,7 +328,8 @@ class Session:
     def begin_snapshot(self, keep: int) -> int:
         """The state of now is kept, with gradients that have landed since the last step; its
         number. Raises StrataError: "config" where the budget has no room for `keep` complete ones
-        beside it, "busy" where gradients are landing or being used."""
+        beside it, "busy" where gradients are landing or being used. Ranks with gradients meet."""
+    def snapshots_begun(self) -> int: ...  # the number of the last one
     # Of a snapshot: updates that elements have had, and what was known of a gradient.
     def restore_run(self, param: int, first: int, count: int, step: int, merged: bool) -> None: ...
     def restore_gradient(

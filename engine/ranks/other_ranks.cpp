@@ -92,8 +92,8 @@ bool OtherRanks::heed_ways() {
   for (std::uint32_t rank = 0; rank < died_.size(); ++rank) {
     if (!exchange_.parted(rank)) continue;
     fail(rank, "rank " + std::to_string(rank) + " and rank " + std::to_string(base_.peers->rank()) +
-                   " take different ways: one ends a step where the other reads p.grad, or drops "
-                   "gradients. All ranks must do so, or none");
+                   " take different ways: one ends a step where the other reads p.grad, drops "
+                   "gradients or takes a snapshot. All ranks must do so, or none");
     return true;
   }
   return false;

@@ -170,10 +170,12 @@ def _accumulates(run: Rank, model: nn.Module, half: int) -> None:
 def takes_halfway(run: Rank, series: str, where: str, **options: Any) -> str:
     """A snapshot in the middle of an accumulation, or behind clip_grad_norm_()."""
     model, optimizer = start(run, make_model(), **options)
+    if where == "queued":  # behind one that is still to be captured
+        strata.snapshot(model, f"{series}-ahead")
     _accumulates(run, model, 0)
     time.sleep(0.3 * run.rank)  # the others are in the next backward by then
-    if where == "middle":
-        handle = strata.snapshot(model, series, extra={"where": where})
+    if where != "clipped":
+        handle = strata.snapshot(model, series, extra={"where": "middle"})
     _accumulates(run, model, 1)
     if where == "clipped":
         nn.utils.clip_grad_norm_(model.parameters(), 0.05)

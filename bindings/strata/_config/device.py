@@ -53,8 +53,8 @@ def choose(wanted: str | torch.device, model: nn.Module | None = None) -> str:
 
 def _own_gpu() -> str:
     """The GPU of a process that does not say which: the one that torch.cuda.set_device() chose; of
-    several processes that torchrun started, else the one with the process's number on its machine.
-    """
+    several processes that torchrun started, where that is the first one or none, the one with the
+    process's number on its machine."""
     chosen = torch.cuda.current_device() if torch.cuda.is_initialized() else 0
     if chosen == 0 and processes_started() > 1 and (count := torch.cuda.device_count()):
         chosen = int(os.environ.get("LOCAL_RANK", "0")) % count

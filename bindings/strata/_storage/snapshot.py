@@ -148,6 +148,7 @@ def _begin(
     """`beside`: complete ones of the series, while another is taken."""
     state = wrapped(model)
     state.hooks.reset()
+    state.landings.wait()  # ahead of a look at how far this rank has come
     taker = taker_of(state)
     with taker.calls.begin() as call:
         series = _check(state, path, keep, extra)
@@ -287,7 +288,7 @@ class Taker:
         self.kept.drop_removed()
         complete = beside + self.kept.beside(series)
         if self._unsure:
-            self._drop_lost(complete)
+            self._drop_lost()
         self._unsure = True
         number = self.holder.begin(complete)
         self._known, self._unsure = number, False
@@ -317,10 +318,10 @@ class Taker:
         self._form = form_of(state)
         state.contents = contents
 
-    def _drop_lost(self, complete: int) -> None:
+    def _drop_lost(self) -> None:
         """Gives up those whose numbers an exception has lost. The holder knows its own, and those
         of an earlier run have numbers of their own."""
-        begun = self._session.begin_snapshot(complete)
+        begun = self._session.snapshots_begun()
         known = self.kept.numbers() | {self.holder.number}
         for number in range(self._known + 1, begun + 1):
             if number not in known:
