@@ -26,12 +26,12 @@ namespace strata {
 
 // A table has no place for whose kernels they are.
 struct KernelsOfDouble {
-  static inline RecordingDriver* driver = nullptr;
+  static inline std::atomic<RecordingDriver*> driver = nullptr;
   // Launched since gpu(); `sums`: landings that leave sums only.
   static inline std::atomic<std::uint64_t> updates = 0, landings = 0, sums = 0, decodings = 0;
-  static inline bool prepared = false;
+  static inline std::atomic<bool> prepared = false;
   // This landing (from 1; 0: none) fails when part of it was launched; this decoding at once.
-  static inline std::uint64_t nth_landing_fails = 0, nth_decoding_fails = 0;
+  static inline std::atomic<std::uint64_t> nth_landing_fails = 0, nth_decoding_fails = 0;
 
   static int prepare() {
     prepared = true;
@@ -39,7 +39,7 @@ struct KernelsOfDouble {
   }
   static int update(const UpdateSpan* spans, std::size_t count, Stream stream) {
     STRATA_ASSERT(prepared && "a step would load kernels");
-    const RecordingDriver::Shown shown(*driver);
+    const RecordingDriver::Shown shown(*driver.load());
     ++updates;
     return twin_device_kernels().update(spans, count, stream);
   }
@@ -56,8 +56,8 @@ struct KernelsOfDouble {
         uses.emplace_back(static_cast<const std::byte*>(span.to),
                           span.count * size_of(span.to_dtype));
       }
-      driver->launch(stream, std::move(uses),
-                     [span] { twin_device_kernels().land(&span, 1, nullptr); });
+      driver.load()->launch(stream, std::move(uses),
+                            [span] { twin_device_kernels().land(&span, 1, nullptr); });
     }
     return fails ? kCudaLaunchFailed : 0;
   }
@@ -65,7 +65,7 @@ struct KernelsOfDouble {
     STRATA_ASSERT(prepared && "a step would load kernels");
     if (++decodings == nth_decoding_fails) return kCudaLaunchFailed;
     for (const DecodeSpan& span : std::span(spans, count)) {
-      driver->launch(
+      driver.load()->launch(
           stream,
           {{static_cast<const std::byte*>(span.page), span.page_bytes},
            {static_cast<const std::byte*>(span.to), span.count * size_of(span.to_dtype)}},

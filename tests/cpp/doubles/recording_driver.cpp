@@ -140,6 +140,7 @@ void RecordingDriver::complain(std::string what) {
 
 void RecordingDriver::lose(int result) {
   STRATA_ASSERT(result != kCudaSuccess);
+  const std::scoped_lock turn(turn_);
   lost_by_ = result;
   for (auto& [stream, work] : streams_) work.clear();
 }
