@@ -161,7 +161,6 @@ def _check(state: Wrapped, path: Path, keep: int, extra: dict[str, Any] | None) 
     """The folder of the series. Raises where there can be no such snapshot now."""
     refuse_some_ranks(state)
     state.refuse_half_step("snapshot()")
-    state.landings.wait()
     if not isinstance(keep, int) or isinstance(keep, bool):
         raise TypeError(f"keep must be a whole number, not {keep!r:.60}")
     if not 1 <= keep <= KEEP_MAX:
