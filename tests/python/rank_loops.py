@@ -9,6 +9,7 @@ from typing import Any
 
 import strata
 import torch
+from strata._config.update_modes import parse_update
 from torch import distributed, nn
 
 WIDTH = 96
@@ -74,6 +75,8 @@ def wrap(
 def options_of(run: Rank, options: dict[str, Any]) -> dict[str, Any]:
     """Those of wrap(), of which JSON has names."""
     options = dict(options)
+    if ":" in options.get("update", ""):
+        options["update"] = parse_update(options["update"])
     if "dtype" in options:
         options["dtype"] = getattr(torch, options["dtype"])
     if options.get("ssd_path") == "own":

@@ -46,6 +46,19 @@ def takes(run: Rank, series: str, after: int = 1, **options: Any) -> dict[str, A
     return {"hash": hash_of(model), "draws": draws, "folder": str(folder)}
 
 
+def takes_lagging(run: Rank, series: str, **options: Any) -> dict[str, Any]:
+    """Behind each of some steps whose updates lag, while the next ones train. What the model was
+    behind the last of them."""
+    model, optimizer = start(run, make_model(), **options)
+    for step in range(STEPS, STEPS + 4):
+        train(run, model, optimizer, 1, first=step)
+        handle = strata.snapshot(model, series)
+    at_call = hash_of(model)
+    train(run, model, optimizer, 2, first=STEPS + 4)
+    handle.wait(SERIES_S)
+    return {"hash": at_call, "moved": hash_of(model) != at_call}
+
+
 @contextlib.contextmanager
 def noted() -> Iterator[list[str]]:
     """What strata says in the log meanwhile."""

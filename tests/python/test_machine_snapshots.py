@@ -122,6 +122,16 @@ def test_other_ranks_of_these_machines_read_for_each_other(
         assert same(each(found, "hash")) == expected[0]["hash"]
 
 
+def test_updates_that_lag_are_part_of_one(
+    ranks: Ranks, tmp_path: Path, disks: dict[str, Any]
+) -> None:
+    lagging = disks | {"update": "lock-free:1"}
+    taken = ranks.run("rank_snapshots.takes_lagging", EACH, series=own(tmp_path), **lagging)
+    found = ranks.run("rank_snapshots.goes_on", EACH, path=own(tmp_path), **lagging)
+    assert each(found, "adopted") == [True, True], each(found, "told")
+    assert same(each(found, "loaded")) == same(each(taken, "hash"))
+
+
 @pytest.mark.thorough
 def test_a_series_that_all_see_has_no_copies(
     ranks: Ranks, tmp_path: Path, disks: dict[str, Any]

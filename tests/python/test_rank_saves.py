@@ -82,7 +82,11 @@ def test_one_of_a_process_alone_goes_on_under_ranks(ranks: Ranks, tmp_path: Path
     assert same(each(found, "draws")) == alone["draws"]
 
 
-@pytest.mark.parametrize("kind", [{}, {"state_dtype": "8bit"}], ids=["float32", "8bit"])
+@pytest.mark.parametrize(
+    "kind",
+    [{}, {"state_dtype": "8bit"}, {"update": "lock-free:0"}],
+    ids=["float32", "8bit", "lock-free"],
+)
 @pytest.mark.thorough
 def test_one_is_written_while_training_goes_on(
     ranks: Ranks, tmp_path: Path, kind: dict[str, Any]

@@ -84,6 +84,25 @@ def test_a_snapshot_goes_on_under_any_number_of_ranks(
     assert same(each(found, "hash")) == one["hash"]
 
 
+@pytest.mark.parametrize("staleness", [1, thorough(0), thorough(3)])
+def test_updates_that_lag_are_part_of_one(
+    ranks: Ranks, tmp_path: Path, ssd: dict[str, Any], staleness: int
+) -> None:
+    series = str(tmp_path / "run")
+    lagging = ssd | {"update": f"lock-free:{staleness}"}
+    taken = ranks.run("rank_snapshots.takes_lagging", 2, series=series, **lagging)
+    assert each(taken, "moved") == [True, True]
+    at_call = same(each(taken, "hash"))
+    behind = set()
+    for count, options in ((1, ssd), (2, ssd), (2, lagging)):
+        found = ranks.run("rank_snapshots.goes_on", count, path=series, **options)
+        assert same(each(found, "loaded")) == at_call
+        if options is ssd:
+            behind.add(same(each(found, "hash")))
+        assert each(found, "adopted") == [count == 2] * count, each(found, "told")
+    assert len(behind) == 1  # moments and step counts are those of the snapshot, too
+
+
 @pytest.mark.thorough
 def test_three_ranks_take_one(ranks: Ranks, tmp_path: Path, ssd: dict[str, Any]) -> None:
     series = str(tmp_path / "run")

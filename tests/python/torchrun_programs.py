@@ -183,7 +183,10 @@ def kinds(folder: Path, ranks: int) -> dict[str, Any]:
     trainer.train()
     found["half"] = hash_of(trainer.model)
     finish(trainer)
-    for name, keywords in {"best": {}, "best of snapshots": with_ssd(folder)}.items():
+    snapped = with_ssd(folder)
+    late = snapped | {"update": strata.LockFree(max_staleness=0)}
+    kinds = {"best": {}, "best of snapshots": snapped, "best of late snapshots": late}
+    for name, keywords in kinds.items():
         trainer = mixed(
             folder / name,
             ranks,
@@ -277,9 +280,6 @@ def refusals(folder: Path, ranks: int) -> dict[str, Any]:
     found["DDP of unwrapped"] = _said(lambda: nn.parallel.DistributedDataParallel(plain_again))
     trainer = plain(folder / "bf16", ranks, bf16=True, save_strategy="no")
     found["plain autocast"] = _said(trainer.train)
-    late = with_ssd(folder) | {"update": strata.LockFree(max_staleness=1)}
-    trainer = mixed(folder / "snapshots", ranks, strata={**late, "snapshots": 2})
-    found["snapshots"] = _said(trainer.train)
     return found
 
 

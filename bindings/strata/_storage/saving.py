@@ -42,7 +42,7 @@ from .checkpoint_files import BUFFER_BYTES, CheckpointError, check_replaceable
 from .checkpoint_writer import Values, Work
 from .held_state import Holder
 from .pace import Pace
-from .snapshot import Taker, taker_of, why_none
+from .snapshot import Taker, taker_of
 from .snapshot_elements import Form
 from .snapshot_files import links_at
 from .snapshot_parts import own_chunks, read_part, remove_part, write_lines
@@ -238,11 +238,8 @@ def _taker(state: Wrapped) -> Taker | None:
 def _merges(state: Wrapped) -> bool:
     """The state cannot be held. Or gradients have landed that cannot be told from it: on those of
     earlier steps, whose updates it would not have, or on their way to other ranks."""
-    whose = why_none(state)
     if state.ranks is not None and state.ranks.machines:  # each reads what others hold there
-        whose = "several machines"
-    if whose:
-        log.warning("%s: of %s nothing is held", WAITS, whose)
+        log.warning("%s: of several machines nothing is held", WAITS)
         return True
     apart = state.ranks is None and state.config["update"] != "lock_free"
     merges = not apart and any(state.steps.landed)

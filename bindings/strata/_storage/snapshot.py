@@ -159,7 +159,6 @@ def _begin(
 
 def _check(state: Wrapped, path: Path, keep: int, extra: dict[str, Any] | None) -> Path:
     """The folder of the series. Raises where there can be no such snapshot now."""
-    refuse_some_ranks(state)
     state.refuse_half_step("snapshot()")
     if not isinstance(keep, int) or isinstance(keep, bool):
         raise TypeError(f"keep must be a whole number, not {keep!r:.60}")
@@ -172,25 +171,8 @@ def _check(state: Wrapped, path: Path, keep: int, extra: dict[str, Any] | None) 
     return series
 
 
-def why_none(state: Wrapped) -> str:
-    """Whose snapshots are not to be had, and nobody can hold the state of; "": they are."""
-    # What other ranks own may be older than a step says, and nobody here knows.
-    late = state.ranks is not None and state.config["update"] == "lock_free"
-    return "several ranks with LockFree" if late else ""
-
-
-def refuse_some_ranks(state: Wrapped) -> None:
-    """Raises ValueError where there are none."""
-    if whose := why_none(state):
-        raise ValueError(
-            f"snapshots of {whose} are not there yet: use strata.save(model, path), which waits, "
-            "and strata.load() of what it wrote"
-        )
-
-
 def taker_of(state: Wrapped) -> Taker:
     """The model's, made where it has none."""
-    refuse_some_ranks(state)
     taker: Taker = state.snapshots or Taker(state)
     state.snapshots = taker
     return taker

@@ -22,7 +22,7 @@ from . import checkpoint
 from .checkpoint import Meter, Progress
 from .checkpoint_files import TensorReader, find, read_manifest
 from .extras import from_json
-from .snapshot import refuse_some_ranks, taker_of, why_none
+from .snapshot import taker_of
 from .snapshot_adopt import adopt
 from .snapshot_files import is_snapshot
 from .snapshot_machines import newest_of_all
@@ -65,7 +65,7 @@ def load(model: nn.Module, path: str | Path, *, progress: Progress | None = None
             state.hooks.reset()  # raises in a forked child, which has none of the threads
             state.snapshots.finish()
             state.snapshots.holder.finish()
-    if together.machines and not why_none(state):
+    if together.machines:
         taker_of(state).tidy(together)  # which may find the newest one
     snapshot = _find(state, Path(os.path.realpath(path)), together)
     if snapshot is None:
@@ -80,8 +80,6 @@ def _find(state: Wrapped, path: Path, together: Together) -> Path | None:
         folder, found = find(path), snapshots_of(path)[::-1]
         if folder is not None:
             found = [folder] if is_snapshot(read_manifest(folder)) else []
-        if found:
-            refuse_some_ranks(state)
         phase.said = str(found[0] if found else None)
     if together.machines:
         return newest_of_all(found, path, together)

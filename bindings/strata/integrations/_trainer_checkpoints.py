@@ -15,11 +15,9 @@ import json
 import math
 import re
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from .._config.update_modes import LockFree
 from .._storage.checkpoint_files import CheckpointError, find
 from .._storage.checkpoint_files import remove_checkpoint as remove_saved
 from .._storage.snapshot_series import remove_snapshot, snapshots_of
@@ -109,14 +107,6 @@ def clear_state(folder: Path) -> None:
             shutil.rmtree(snapshot, ignore_errors=True)
     if folder.is_dir():
         remove_saved(folder)
-
-
-def whose_no_snapshots(args: Any, keywords: Mapping[str, Any]) -> str:
-    """Whose training state is no snapshot, and is written by strata.save(); "": it may be one.
-    `args`: of the Trainer; `keywords`: of strata.wrap()."""
-    if args.world_size == 1:
-        return ""
-    return "ranks with late updates" if isinstance(keywords.get("update"), LockFree) else ""
 
 
 def snapshots_at_once(args: Any, steps: int) -> int:

@@ -42,7 +42,6 @@ from ._trainer_checkpoints import (
     outdated,
     remove_checkpoint,
     snapshots_at_once,
-    whose_no_snapshots,
 )
 
 if TYPE_CHECKING:
@@ -119,24 +118,13 @@ class SavingMixin(_Base):
         if not saves or self.args.save_only_model:
             return
         given = self._strata_keywords.get("snapshots")
-        if whose := whose_no_snapshots(self.args, self._strata_keywords):
-            if given:
-                raise ValueError(
-                    f"strata={{'snapshots': {given}}}: checkpoints of {whose} are saved by "
-                    "strata.save: leave it out"
-                )
-            self._tell(whose)
-        elif given is not None:
+        if given is not None:
             self.snapshots = given
         elif self._drives():
             self.snapshots = snapshots_at_once(self.args, steps)
-        else:
-            self._tell("no ssd_path")
-
-    def _tell(self, why: str) -> None:
-        if not self._told:
-            log.info("%s: checkpoints are saved by strata.save, and training waits for it", why)
-        self._told = True
+        elif not self._told:
+            self._told = True
+            log.info("no ssd_path: checkpoints are saved by strata.save, and training waits for it")
 
     def _drives(self) -> list[str]:
         """The folders of ssd_path, of a wrapped model or as they will be."""
