@@ -105,6 +105,7 @@ def main() -> None:
     rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     if ranks > 1:
         dist.init_process_group("gloo")
+    torch.optim.AdamW([torch.zeros(1)])  # for which PyTorch loads its compiler, 90 MB of it
     idle = proportional_bytes()
     dtype = torch.float32 if options.side == "fsdp2" else torch.bfloat16
     model = (

@@ -7,6 +7,7 @@ optimizer.
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import logging
 from dataclasses import replace
@@ -86,6 +87,7 @@ def open_session(model: nn.Module, optimizer: torch.optim.Optimizer, options: Op
             ranks.close()
         raise
     del undo  # and with it the memory that parameters had before
+    _give_heap_back()
     if state.planning is not None:
         state.planning.allocator.give_reserve_back()
     _log_choices(state)
@@ -95,6 +97,14 @@ def open_session(model: nn.Module, optimizer: torch.optim.Optimizer, options: Op
             format_count(dropped, "gradient"),
         )
     return state
+
+
+def _give_heap_back() -> None:
+    """Returns to the system what parameters had on the heap. glibc would keep it there, all blocks
+    of less than 32 MiB, beside the pages that hold their values now."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # others than glibc have none
+    if trim is not None:
+        trim(0)
 
 
 def _log_choices(state: Wrapped) -> None:
