@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -34,6 +34,9 @@ from ._runtime.undo import Undo
 from ._runtime.wrapped import Wrapped, wrapped
 from ._storage.rank_board import Board
 from .nn.replace import remove_tiles
+
+if TYPE_CHECKING:
+    from torch.distributed import DeviceMesh, ProcessGroup
 
 
 @names_nearest
@@ -62,6 +65,7 @@ def wrap(
     device: str | torch.device = "auto",
     snapshots: int = 0,
     frozen: Frozen = AS_IS,
+    rank_group: ProcessGroup | DeviceMesh | None = None,
     rank_gradients: str = "mean",
     rank_timeout: float | None = None,
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -121,6 +125,9 @@ def wrap(
             embeddings, the last layer and adapters. A function of a module's name and the module
             gives a form for its weights, or None. Modules stay what they are: values are computed
             on the way to the device.
+        rank_group: the processes that train this model together: a group of torch.distributed, or
+            a DeviceMesh of one dimension, such as mesh["dp"]. Default: all that torch.distributed
+            knows. Other processes may train other models. A group of one trains by itself.
         rank_gradients: of several ranks: `"mean"`: the update gets their average, as that of
             DistributedDataParallel does; `"sum"`: their sum.
         rank_timeout: seconds for which this rank waits for another one that neither comes nor ends;
@@ -151,8 +158,8 @@ def wrap(
     options = Options(
         memory, ssd_path, dtype, update, state_dtype, max_grad_norm, max_unit_norm,
         gradient_accumulation_steps, skip_nonfinite, units, page_size, io_engine, workers, weights,
-        seed, init_device, activations, split, device, snapshots, frozen, rank_gradients,
-        rank_timeout,
+        seed, init_device, activations, split, device, snapshots, frozen, rank_group,
+        rank_gradients, rank_timeout,
     )  # fmt: skip
     return model, open_session(model, optimizer, options).optimizer
 
@@ -177,7 +184,8 @@ def plan(model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> 
     check(model, optimizer)
     undo = Undo(model, optimizer)
     try:
-        wanted = replace(Options(**options), ranks=ranks_on_paper())
+        wanted = Options(**options)
+        wanted = replace(wanted, ranks=ranks_on_paper(wanted.rank_group))
         config, _, result = fit(model, optimizer, wanted, _core.plan)
     finally:
         undo.run()

@@ -68,7 +68,7 @@ def check(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 def open_session(model: nn.Module, optimizer: torch.optim.Optimizer, options: Options) -> Wrapped:
     """Starts a session for the model and moves it there. Whatever ends it earlier, Ctrl-C too,
     leaves model and optimizer as they were."""
-    ranks = find_ranks()
+    ranks = find_ranks(options.rank_group)
     options = replace(options, ranks=ranks)
     undo: Undo | None = None
     try:

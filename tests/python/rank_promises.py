@@ -15,7 +15,7 @@ import strata
 import torch
 from rank_loops import BATCHES, Rank, batches_of, hash_of, make_model, train, wrap
 from safetensors.torch import save_file
-from strata._config.ranks import machines_there
+from strata._config.ranks import ranks_there
 from strata._runtime.wrapped import wrapped
 from strata._storage.weights import WeightFiles
 from torch import distributed, nn
@@ -44,7 +44,8 @@ def tiny_llama() -> Any:
 def machines(run: Rank) -> tuple[str, ...]:
     """Of a launcher that says nothing of machines, for which Accelerate puts a 1."""
     os.environ["LOCAL_WORLD_SIZE"] = "1"
-    return machines_there()
+    found = ranks_there()
+    return found.machines if found is not None else ()
 
 
 def crosses(run: Rank) -> tuple[int, int]:

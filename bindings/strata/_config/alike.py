@@ -5,8 +5,7 @@
 What differs is said by rank, with both values. What only shows later (learning rates, the moments
 at which ranks do things) the core compares at step().
 
-Format. Each rank says the bytes of a JSON object, through torch.distributed, behind their length.
-Nothing is unpickled.
+Format. Each rank says a JSON object, by Ranks.hear().
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ import torch
 from torch import nn
 
 from .. import _core
-from .ranks import hear
 from .sizes import format_size, parse_budgets, parse_size
 
 if TYPE_CHECKING:
@@ -45,10 +43,10 @@ def check_alike(
         said: dict[str, Any] = {"facts": _facts(options), "error": ""}
         parameters = _parameters(model)
     except Exception as error:
-        hear(ranks.count, {"error": f"{type(error).__name__}: {error!s:.1000}"})
+        ranks.hear({"error": f"{type(error).__name__}: {error!s:.1000}"})
         raise
     said["parameters"] = hashlib.sha256(json.dumps(parameters).encode()).hexdigest()
-    heard = hear(ranks.count, said)
+    heard = ranks.hear(said)
     for rank, other in enumerate(heard):
         if other["error"]:
             raise ValueError(f"strata.wrap() was refused on rank {rank}: {other['error']}")
@@ -56,7 +54,7 @@ def check_alike(
         if other["facts"] != heard[0]["facts"]:
             raise ValueError(_refusal(_different(heard[0]["facts"], other["facts"], rank)))
     if any(other["parameters"] != heard[0]["parameters"] for other in heard):
-        of = hear(ranks.count, parameters)
+        of = ranks.hear(parameters)
         rank = next(i for i, other in enumerate(of) if other != of[0])
         raise ValueError(_refusal(_different(dict(of[0]), dict(of[rank]), rank)))
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -28,6 +28,9 @@ from .ranks import RANK_GRADIENTS, TIMEOUT_MAX_S, Ranks
 from .sizes import Size, parse_size
 from .units import Chosen
 from .update_modes import UPDATE_KINDS, LockFree, Update, check_state_dtype, check_update
+
+if TYPE_CHECKING:
+    from torch.distributed import DeviceMesh, ProcessGroup
 
 FREE_SHARE = 0.8  # of free memory that strata takes of its own accord
 FLOAT_MAX = sys.float_info.max
@@ -75,9 +78,10 @@ class Options:
     device: str | torch.device = "auto"
     snapshots: int = 0
     frozen: Frozen = AS_IS
+    rank_group: ProcessGroup | DeviceMesh | None = None  # checked where it is looked up
     rank_gradients: str = "mean"
     rank_timeout: float | None = None
-    ranks: Ranks | None = None  # none of wrap()'s: what torch.distributed has started
+    ranks: Ranks | None = None  # none of wrap()'s: those of rank_group
 
     def check(self) -> None:
         """Raises for a value that can be seen to be wrong by itself."""

@@ -1,22 +1,23 @@
 """The ranks that train together, on one machine or several, as torch.distributed has started them.
 
-    ranks = find_ranks()                  # None: this process is alone
+    ranks = find_ranks(rank_group)        # None: this process is alone
     ranks.machines                        # by rank: the name of its machine; none: all are of one
     ranks.folder                          # where those of a machine meet, of this user alone
-    hear(ranks.count, value)              # what all of them say
-    cpu_group()                           # by which they say it: tensors in CPU memory
-    machines_there()                      # as ranks.machines: asks all ranks, without more
+    ranks.group                           # which sends tensors in CPU memory
+    ranks.hear(value)                     # what all of them say
     ranks.share(tensor)                   # what rank 0 has
     ranks.least(free_bytes)               # the smallest of what they have
     ranks.wait()                          # for all of them
     ranks.close()
     with naming_lost(ranks): ...          # who has ended is named, where torch only lost it
-    ranks_on_paper()                      # the same for a plan: asks nobody, any rank alone may
+    ranks_there()                         # those of all processes, with their machines, and no more
+    ranks_on_paper(rank_group)            # the same for a plan: asks nobody, any rank alone may
     paper_ranks(8, machines=2)            # of a run that there is not
     plans_of_all(config, make_plan)       # what every rank would plan, without asking
     plans_of_one_page_size(config, make_plan)
 
-All calls of a Ranks that was found are calls that every rank makes, in the same order.
+Ranks are those within `rank_group` (of strata.wrap(); None: all processes). All calls of a Ranks
+that was found are calls that every rank makes, in the same order.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ import socket
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +42,7 @@ from torch import distributed
 
 from .._errors import StrataError
 from .launched import processes_started, restarts_share_a_store
+from .rank_group import Collectives, cpu_group, group_of
 
 if TYPE_CHECKING:
     from .._core import Config, Plan
@@ -68,6 +70,7 @@ class Ranks:
     run: str = ""  # a name that no other run has
     pids: tuple[int, ...] = ()  # by rank; 0 of another machine; none: on paper
     machines: tuple[str, ...] = ()  # by rank: its name; none: all are of one
+    group: Any = field(default=None, repr=False)  # of cpu_group(); None: on paper
 
     def spec(self, gradients: str, timeout_s: float | None) -> RanksSpec:
         """As the core takes it. `gradients`: one of RANK_GRADIENTS; `timeout_s`: rank_timeout."""
@@ -87,25 +90,25 @@ class Ranks:
         """The most ranks that a machine has: all share out what theirs has alike."""
         return _most(self.machines, self.count)
 
+    def hear(self, said: Any) -> list[Any]:
+        """What each rank said, by rank: JSON values."""
+        return [json.loads(text) for text in Collectives(self.group).exchange(json.dumps(said))]
+
     def share(self, tensor: torch.Tensor) -> None:
         """Gives every rank the values of rank 0, in place."""
         values = tensor.detach().cpu().contiguous()
-        distributed.broadcast(values.view(-1).view(torch.uint8), 0, cpu_group())
+        Collectives(self.group).broadcast(values.view(-1).view(torch.uint8), 0)
         if values.data_ptr() != tensor.data_ptr():
             with torch.no_grad():
                 tensor.copy_(values)
 
     def least(self, number: int) -> int:
         """The smallest number that a rank has; on paper this one's."""
-        if not self.folder:
-            return number
-        all_of = torch.tensor([number], dtype=torch.int64)
-        distributed.all_reduce(all_of, distributed.ReduceOp.MIN, cpu_group())
-        return int(all_of)
+        return Collectives(self.group).least(number) if self.group is not None else number
 
     def wait(self) -> None:
         """Returns when all have come here."""
-        distributed.barrier(cpu_group())
+        self.least(0)
 
     def ended(self, seconds: float) -> list[int]:
         """Of this machine: the ranks whose processes have ended, or the first to end within so many
@@ -151,13 +154,17 @@ def naming_lost(ranks: Ranks | None) -> Iterator[None]:
         ) from error
 
 
-def ranks_on_paper() -> Ranks | None:
-    """The ranks of torch.distributed, if there is more than one, without a word to the others."""
-    if not distributed.is_available() or not distributed.is_initialized():
+def ranks_on_paper(rank_group: Any = None) -> Ranks | None:
+    """The ranks of a group, if there is more than one, without a word to the others. Raises as
+    group_of()."""
+    group = group_of(rank_group)
+    if group is None or group.size() == 1:
         return None
-    count = distributed.get_world_size()
     machines = int(os.environ.get("GROUP_WORLD_SIZE", 1))  # agents of torchrun
-    return replace(paper_ranks(count, machines), rank=distributed.get_rank()) if count > 1 else None
+    places = paper_ranks(distributed.get_world_size(), machines).machines
+    names = tuple(places[of] for of in distributed.get_process_group_ranks(group) if places)
+    several = len(set(names)) > 1
+    return Ranks(group.rank(), group.size(), "", machines=names if several else ())
 
 
 def paper_ranks(count: int, machines: int = 1) -> Ranks:
@@ -199,37 +206,40 @@ def plans_of_one_page_size(config: Config, make_plan: Callable[[Config], Plan]) 
     return plans_of_all(config, make_plan)
 
 
-def find_ranks() -> Ranks | None:
-    """The ranks of torch.distributed, if there is more than one.
+def find_ranks(rank_group: Any = None) -> Ranks | None:
+    """The ranks of a group, if there is more than one.
 
     Raises:
-        ValueError: torch.distributed is still to be initialised.
+        ValueError: torch.distributed is still to be initialised; or as group_of(), as TypeError.
         StrataError: another one has ended, or cannot be reached.
     """
     with naming_lost(None):
-        return _find_ranks()
+        return _find_ranks(rank_group)
 
 
-def machines_there() -> tuple[str, ...]:
-    """By rank: the name of its machine; none: there is one. All ranks ask at the same moment."""
-    found = ranks_on_paper()
-    if found is None:
-        return ()
-    return _named(hear(found.count, _machine()))
+def ranks_there() -> Ranks | None:
+    """The ranks of all processes, if there is more than one, with the names of their machines. All
+    ranks ask at the same moment."""
+    found = _joined(None)
+    return replace(found, machines=_named(found.hear(_machine()))) if found is not None else None
 
 
-def _find_ranks() -> Ranks | None:
+def _joined(rank_group: Any) -> Ranks | None:
+    """As ranks_on_paper(), with a group that sends."""
+    found = ranks_on_paper(rank_group)
+    return replace(found, group=cpu_group(group_of(rank_group))) if found is not None else None
+
+
+def _find_ranks(rank_group: Any) -> Ranks | None:
     started = processes_started()
     there = distributed.is_available() and distributed.is_initialized()
-    if not there:
-        if started > 1:
-            raise ValueError(
-                f"{started} processes were started, and torch.distributed is not initialised: call "
-                "torch.distributed.init_process_group('gloo') before strata.wrap(); "
-                "TrainingArguments(use_cpu=True) and Accelerator(cpu=True) do it as well"
-            )
-        return None
-    found = ranks_on_paper()
+    if started > 1 and not there:
+        raise ValueError(
+            f"{started} processes were started, and torch.distributed is not initialised: call "
+            "torch.distributed.init_process_group('gloo') before strata.wrap(); "
+            "TrainingArguments(use_cpu=True) and Accelerator(cpu=True) do it as well"
+        )
+    found = _joined(rank_group)
     if found is None:
         return None
     if found.rank == 0 and restarts_share_a_store():
@@ -238,10 +248,10 @@ def _find_ranks() -> Ranks | None:
             "of them use (PyTorch issue 135712): give torchrun "
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in its environment, and no --master-addr"
         )
-    said = hear(found.count, {**_machine(), "pid": os.getpid()})
+    said = found.hear({**_machine(), "pid": os.getpid()})
     machines = _named(said)
     here = _here(found.rank, found.count, machines)
-    folders = hear(found.count, _meeting_folder() if here[0] == found.rank else "")
+    folders = found.hear(_meeting_folder() if here[0] == found.rank else "")
     if machines:
         log.info(
             "ranks of %d machines, which do not share memory: %s; pages and gradients go from one "
@@ -256,41 +266,6 @@ def _find_ranks() -> Ranks | None:
         pids=tuple(of["pid"] if rank in here else 0 for rank, of in enumerate(said)),
         machines=machines,
     )
-
-
-def hear(count: int, said: Any) -> list[Any]:
-    """What each rank said, by rank: JSON values."""
-    group = cpu_group()
-    raw = torch.frombuffer(bytearray(json.dumps(said).encode()), dtype=torch.uint8)
-    lengths = [torch.empty(1, dtype=torch.int64) for _ in range(count)]
-    distributed.all_gather(lengths, torch.tensor([raw.numel()], dtype=torch.int64), group)
-    padded = torch.zeros(max(map(int, lengths)), dtype=torch.uint8)
-    padded[: raw.numel()] = raw
-    values = [torch.empty_like(padded) for _ in range(count)]
-    distributed.all_gather(values, padded, group)
-    return [
-        json.loads(value[: int(length)].numpy().tobytes())
-        for value, length in zip(values, lengths, strict=True)
-    ]
-
-
-def cpu_group() -> Any:
-    """The group of all ranks that sends tensors in CPU memory: torch's default one, or, where that
-    is for GPUs alone, one of Gloo, which all ranks make when they first ask, at the same moment."""
-    world = distributed.group.WORLD
-    backends = distributed.get_backend_config(world)  # as "cpu:gloo,cuda:nccl"
-    if "cpu" in {pair.partition(":")[0] for pair in backends.split(",")}:
-        return world
-    if _Beside.world is not world:
-        _Beside.group, _Beside.world = distributed.new_group(backend="gloo"), world
-    return _Beside.group
-
-
-class _Beside:
-    """The group of Gloo beside a default one."""
-
-    world: Any = None
-    group: Any = None
 
 
 def _machine() -> dict[str, str]:

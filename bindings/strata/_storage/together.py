@@ -19,8 +19,7 @@ nothing, but the core sees it, and every wait here looks there. One that is stop
 for as long as torch.distributed waits (30 minutes, unless init_process_group() was told otherwise).
 
 Format. What is said travels as a JSON object: {"call", "said"}, or {"call", "error"}. The thread
-that trains sends it through torch.distributed, behind its length, and others through rank_board.py.
-Nothing is unpickled.
+that trains sends it by _config/rank_group.py, and others by rank_board.py. Nothing is unpickled.
 
 Use from one thread: every rank, in the same order.
 """
@@ -38,7 +37,7 @@ from typing import Any
 import torch
 from torch import distributed
 
-from .._config.ranks import cpu_group
+from .._config.rank_group import Collectives
 from .._runtime.wrapped import Wrapped
 from .checkpoint_files import CheckpointError
 from .rank_board import PATIENCE_S, PAUSE_MAX_S, PAUSE_MIN_S, Board, death_s, naming_dead
@@ -67,23 +66,23 @@ class Together:
         count: int,
         exchange: Exchange,
         machines: tuple[str, ...] = (),
-        group: _Group | None = None,
+        collectives: Collectives | None = None,
     ) -> None:
         """`call`: what users call it; `machines`: by rank, where there are several."""
         self._call = call
         self.rank, self.count = rank, count
         self.machines = machines
         self._exchange = exchange
-        self._group = group
+        self._collectives = collectives
 
     @staticmethod
     def of(state: Wrapped, call: str, patience_s: float = PATIENCE_S) -> Together:
         """For the thread that trains. `patience_s`: of a wait ahead of a word in the log."""
         if state.ranks is None:
             return Together.alone(call)
-        group = _Group(state, state.ranks.count, call, patience_s)
         ranks = state.ranks
-        return Together(call, ranks.rank, ranks.count, group.exchange, ranks.machines, group)
+        calls = Collectives(ranks.group, _Waits(state, call, patience_s).complete)
+        return Together(call, ranks.rank, ranks.count, calls.exchange, ranks.machines, calls)
 
     @staticmethod
     def alone(call: str) -> Together:
@@ -133,15 +132,15 @@ class Together:
         """Fills the memory, of the same size on all ranks, with what rank `source` has in its own.
         Raises `failed` there, which it was not read for, and CheckpointError on the others.
         REQUIRES: there are several ranks; made by of()."""
-        assert self._group is not None
+        assert self._collectives is not None
         status = torch.tensor([failed is not None], dtype=torch.uint8)
-        self._group.broadcast(status, source)
+        self._collectives.broadcast(status, source)
         if failed is not None:
             raise failed
         if status.any():
             raise CheckpointError(f"{self._call} failed on rank {source}, which reads for others")
         if memory.numel():
-            self._group.broadcast(memory, source)
+            self._collectives.broadcast(memory, source)
 
     @contextlib.contextmanager
     def phase(self) -> Iterator[Phase]:
@@ -191,38 +190,19 @@ class Together:
                 )
 
 
-class _Group:
-    """The processes of torch.distributed, for the thread that trains."""
+class _Waits:
+    """How the thread that trains waits for other ranks. See Note [Nobody waits in vain]."""
 
-    def __init__(self, state: Wrapped, count: int, call: str, patience_s: float) -> None:
-        self._session, self._count, self._call = state.session, count, call
+    def __init__(self, state: Wrapped, call: str, patience_s: float) -> None:
+        self._session, self._call = state.session, call
         self._death_s = death_s(state.config)
         self._patience_s = patience_s
 
-    def exchange(self, message: str) -> list[str]:
-        """The messages of all ranks, by rank."""
-        raw = torch.frombuffer(bytearray(message.encode()), dtype=torch.uint8)
-        lengths = self._gather(torch.tensor([raw.numel()], dtype=torch.int64))
-        padded = torch.zeros(max(int(length) for length in lengths), dtype=torch.uint8)
-        padded[: raw.numel()] = raw
-        found = zip(self._gather(padded), lengths, strict=True)
-        return [value[: int(length)].numpy().tobytes().decode() for value, length in found]
-
-    def _gather(self, value: torch.Tensor) -> list[torch.Tensor]:
-        """Those of all ranks, by rank: of the same size. See Note [Nobody waits in vain]."""
-        values = [torch.empty_like(value) for _ in range(self._count)]
-        self._complete(lambda: distributed.all_gather(values, value, cpu_group(), async_op=True))
-        return values
-
-    def broadcast(self, value: torch.Tensor, source: int) -> None:
-        """Has all ranks have that of one."""
-        self._complete(lambda: distributed.broadcast(value, source, cpu_group(), async_op=True))
-
-    def _complete(self, begin: Callable[[], distributed.Work | None]) -> None:
-        """Begins a call of all ranks, and returns when it is over."""
+    def complete(self, begin: Callable[[], distributed.Work]) -> None:
+        """Begins a call of all ranks, and returns when it is over. Raises StrataError where a rank
+        has died."""
         with naming_dead(self._session, self._death_s):
             work = begin()
-            assert work is not None
             self._await(work)
             work.wait()
 

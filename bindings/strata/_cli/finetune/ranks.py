@@ -14,14 +14,13 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from torch import distributed
 
 from ..._config.launched import processes_started
-from ..._config.ranks import Ranks, hear, machines_there, ranks_on_paper
+from ..._config.ranks import Ranks, ranks_there
 from ..._errors import StrataError
 from ..._storage.together import Together
 
@@ -35,8 +34,7 @@ def meet() -> Ranks | None:
     """The ranks of this run, which torch.distributed knows from here on."""
     if processes_started() > 1 and not distributed.is_initialized():
         distributed.init_process_group("gloo", timeout=WAIT)
-    ranks = ranks_on_paper()
-    return replace(ranks, machines=machines_there()) if ranks is not None else None
+    return ranks_there()
 
 
 def led(ranks: Ranks | None, do: Callable[[], str]) -> str:
@@ -51,7 +49,7 @@ def led(ranks: Ranks | None, do: Callable[[], str]) -> str:
         except BaseException as error:
             failure, said = error, {"error": f"{type(error).__name__}: {error!s:.1000}"}
     try:
-        heard = hear(ranks.count, said)[0]
+        heard = ranks.hear(said)[0]
     except RuntimeError as error:  # of the connection
         raise StrataError(f"rank 0 ended ahead of the others: {error!s:.300}") from error
     if failure is not None:

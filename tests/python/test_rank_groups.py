@@ -1,0 +1,106 @@
+"""Groups of processes, each of which trains a model of its own: `rank_group=`. What each process
+does is in rank_groups.py; rank_server.py starts them."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import strata
+import torch
+from rank_server import Ranks
+from test_ranks import same
+
+Found = dict[str, Any]
+
+
+@pytest.fixture(autouse=True)
+def leaves_nothing(ranks: Ranks) -> Iterator[None]:
+    """No folder in which ranks have met is there when all have gone."""
+    yield
+    assert not list(ranks.temporary.glob("strata-ranks-*"))
+
+
+@pytest.fixture(scope="module")
+def worlds(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> list[list[Found]]:
+    """By data, by rank: of two processes that are all there are."""
+    path = str(tmp_path_factory.mktemp("worlds"))
+    found = [ranks.run("rank_groups.trains", 2, path=path, data=data) for data in (0, 1)]
+    for of in found:
+        saved, loaded, went_on = (same([rank[key] for rank in of]) for key in KEYS)
+        assert saved == loaded != went_on
+    assert found[0][0]["saved"] != found[1][0]["saved"]
+    return found
+
+
+KEYS = ("saved", "loaded", "went_on")
+
+
+@pytest.mark.parametrize("how", ["groups", "mesh", "gpus"])
+def test_two_groups_train_as_two_worlds_do(
+    ranks: Ranks, tmp_path: Path, worlds: list[list[Found]], how: str
+) -> None:
+    found = ranks.run("rank_groups.trains", 4, path=str(tmp_path), how=how)
+    assert sorted((of["data"], of["rank"]) for of in found) == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    for of in found:
+        assert of == worlds[of["data"]][of["rank"]]
+
+
+def test_nor_do_they_meet_between_machines(
+    ranks: Ranks, tmp_path: Path, worlds: list[list[Found]]
+) -> None:
+    """Both groups have a rank on each machine."""
+    for of in ranks.run("rank_groups.trains", "aabb", path=str(tmp_path), how="groups"):
+        assert of == worlds[of["data"]][of["rank"]]
+
+
+def test_a_process_may_be_in_groups_one_after_another(
+    ranks: Ranks, worlds: list[list[Found]]
+) -> None:
+    expected = [[data, worlds[data][0]["saved"]] for data in (0, 1, 0)]
+    first, both, last = ranks.run("rank_groups.in_turn", 3)
+    assert both == expected
+    assert first == expected[:2]
+    assert last == expected[2:]
+
+
+def test_a_group_of_one_is_alone(ranks: Ranks, worlds: list[list[Found]]) -> None:
+    assert ranks.run("rank_groups.alone", 2) == [[], [True, worlds[0][0]["saved"]]]
+
+
+def test_a_plan_is_of_the_group(ranks: Ranks) -> None:
+    """Those of `groups` are of two machines, and those of the mesh of one."""
+    groups = [0, 0, 1, 1]
+    mesh = [0, 1, 0, 1]
+    assert ranks.run("rank_groups.on_paper", 4) == [
+        [[groups[rank], 2, 1], [mesh[rank], 2, 2]] for rank in range(4)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("list", r"TypeError: rank_group must be .*new_group\(\[0, 1\]\) .*not \[0, 1\]"),
+        ("stranger", "ValueError: rank_group: this process is not in that group: .*members"),
+        ("mesh of others", "ValueError: rank_group: this process is not in that group"),
+        (
+            "mesh",
+            r"ValueError: .*2 dimensions \('other', 'dp'\), .*mesh\['other'\] or mesh\['dp'\]",
+        ),
+        ("unnamed", r"ValueError: .*2 dimensions, .*mesh\['dim'\] of one that has mesh_dim"),
+        ("destroyed", "ValueError: .*does not know that group any more"),
+    ],
+)
+def test_what_is_no_group_is_refused(ranks: Ranks, what: str, words: str) -> None:
+    first, second = ranks.run("rank_groups.is_refused", 2, what=what)
+    assert len(second) == 2
+    assert len(first) == (0 if what == "mesh of others" else 2)
+    for said in [*first, *second]:
+        assert re.search(words, said), said
+
+
+def test_a_process_without_others_has_no_group() -> None:
+    model = torch.nn.Linear(8, 8)
+    with pytest.raises(TypeError, match="rank_group must be a process group"):
+        strata.wrap(model, torch.optim.AdamW(model.parameters()), rank_group="world")  # type: ignore[arg-type]
