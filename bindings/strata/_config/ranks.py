@@ -104,7 +104,7 @@ class Ranks:
 
     def least(self, number: int) -> int:
         """The smallest number that a rank has; on paper this one's."""
-        return Collectives(self.group).least(number) if self.group is not None else number
+        return Collectives(self.group).least(number) if self.folder else number
 
     def wait(self) -> None:
         """Returns when all have come here."""
