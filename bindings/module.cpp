@@ -174,6 +174,7 @@ void bind_ranks(SessionClass& session) {
       .def("look_at_gradients", &Session::look_at_gradients, WithoutGil())
       .def("leave_ranks", &Session::leave_ranks, py::arg("gives_up"), WithoutGil())
       .def("awaited_rank", &Session::awaited_rank, WithoutGil())
+      .def("silent_ranks", &Session::silent_ranks, WithoutGil())
       .def("heard_from", &Session::heard_from, py::arg("rank"), WithoutGil())
       .def("give_up_rank", &Session::give_up_rank, py::arg("rank"), py::arg("seconds"),
            WithoutGil())

@@ -305,6 +305,11 @@ class Session final {
     Gate::Call in(gate_);
     return core_->awaited_rank();
   }
+  // Likewise: see OtherRanks::silent().
+  std::vector<std::uint32_t> silent_ranks() {
+    Gate::Call in(gate_);
+    return core_->ranks ? core_->ranks->silent() : std::vector<std::uint32_t>();
+  }
   // Likewise, by rank; 0: there is no such rank.
   std::uint64_t heard_from(std::uint32_t rank) {
     const Gate::Call in(gate_);

@@ -221,6 +221,9 @@ class Session:
         `gives_up`: ahead of the end of the training; the others are told, and raise StrataError."""
     def awaited_rank(self) -> int | None:
         """Whom a call waits for right now."""
+    def silent_ranks(self) -> list[int]:
+        """Ranks that have not taken what was said to them by now. The others are told something:
+        one that two calls a second apart have among them is stopped."""
     def heard_from(self, rank: int) -> int:
         """How many messages of that rank have come: of one that is slow there are some."""
     def give_up_rank(self, rank: int, seconds: float) -> None:

@@ -52,6 +52,18 @@ std::optional<std::uint32_t> OtherRanks::awaited(bool in_call) {
   return std::nullopt;
 }
 
+std::vector<std::uint32_t> OtherRanks::silent() {
+  std::vector<std::uint32_t> found;
+  for (std::uint32_t rank = 0; rank < died_.size(); ++rank) {
+    if (rank == base_.peers->rank() || said_bye_[rank] || died_[rank]) continue;
+    if (base_.peers->taken(rank))
+      base_.peers->send(rank, {.kind = PeerMessage::Kind::alive});
+    else
+      found.push_back(rank);
+  }
+  return found;
+}
+
 // A rank that has said bye is missed only by who still needs it. Who has said bye as well does not:
 // what it asked for ahead of a next step comes no more. REQUIRES: what the dead have said was
 // heard.

@@ -53,6 +53,9 @@ class OtherRanks final {
   std::optional<std::uint32_t> awaited(bool in_call);
   // Messages of that rank so far: a wait in which some come is not one wait.
   std::uint64_t heard_from(std::uint32_t rank) const { return messages_[rank]; }
+  // Ranks that train on, and have not taken what was said to them by now. The others are told
+  // something: who asks again a second later hears of whoever is stopped.
+  std::vector<std::uint32_t> silent();
   // This session has ended with an error: the others need not wait for it.
   void tell_failure();
   // The session ends: that rank was waited for for too long.

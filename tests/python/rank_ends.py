@@ -14,6 +14,7 @@ import strata._api
 from rank_loops import Rank, hash_of, make_model, train, wrap
 from rank_scenarios import bits
 from strata._storage import rank_board
+from strata._storage.together import Together
 from torch import distributed, nn
 
 
@@ -102,6 +103,19 @@ def saves_beside_one_that_is_stopped(run: Rank, timeout: float) -> None:
         time.sleep(1000)
     while not (run.folder / "go").exists():
         time.sleep(0.005)
+    strata.save(model, run.folder / "checkpoint")
+
+
+def saves_beside_one_that_is_late(run: Rank) -> None:
+    """Rank 1 calls strata.save() when the test lets it. The others say for whom they wait behind a
+    second."""
+    Together.of.__defaults__ = (1.0,)  # type: ignore[attr-defined]  # its patience
+    model, optimizer = wrap(run, make_model())
+    train(run, model, optimizer, 1)
+    if run.rank == 1:
+        run.mark("there")
+        while not (run.folder / "go").exists():
+            time.sleep(0.005)
     strata.save(model, run.folder / "checkpoint")
 
 

@@ -61,6 +61,13 @@ class Run:
             assert time.monotonic() < end, f"no {name}: {self.outputs()}"
             time.sleep(0.005)
 
+    def await_words(self, words: str, timeout: float = 30.0) -> None:
+        """Returns when ranks have printed them."""
+        end = time.monotonic() + timeout
+        while words not in self.outputs():
+            assert time.monotonic() < end, f"not said: {words!r}: {self.outputs()}"
+            time.sleep(0.005)
+
     def outputs(self) -> str:
         """All that ranks have printed so far."""
         return "\n".join(p.read_text() for p in sorted(self.folder.glob("rank-*.log")))

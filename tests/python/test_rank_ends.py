@@ -65,6 +65,19 @@ def test_beside_a_group_for_gpus_alone_there_is_one_for_what_ranks_say(ranks: Ra
         assert same(ranks.run("rank_ends.meets_by", 2, meet=False, backend=backend)) == expected
 
 
+@pytest.mark.parametrize("stopped", [True, False])
+def test_who_is_stopped_ahead_of_a_save_is_named(ranks: Ranks, stopped: bool) -> None:
+    run = ranks.start("rank_ends.saves_beside_one_that_is_late", 2)
+    run.await_mark("there", 120.0)
+    if stopped:
+        run.kill(1, signal.SIGSTOP)
+    said = "rank 1 for 1 s: it is stopped" if stopped else "other ranks for 1 s: every rank has to"
+    run.await_words(f"strata.save() waits for {said}")
+    run.kill(1, signal.SIGCONT)
+    (run.folder / "go").touch()
+    assert [outcome.code for outcome in run.wait()] == [0, 0]
+
+
 @pytest.mark.thorough
 def test_who_says_nothing_in_a_save_is_named_though_torch_has_given_up(ranks: Ranks) -> None:
     """Between machines the core takes longer than torch does here."""

@@ -16,7 +16,8 @@ A process that is alone is a group of one, which hears itself and waits for nobo
 Note [Nobody waits in vain]. A rank whose part raises ends the phase as well, and says why: it goes
 on with its own exception, and each of the others raises one that names it. A rank that dies says
 nothing, but the core sees it, and every wait here looks there. One that is stopped is waited for,
-for as long as torch.distributed waits (30 minutes, unless init_process_group() was told otherwise).
+for as long as torch.distributed waits (30 minutes, unless init_process_group() was told otherwise),
+and named in the log: its core takes nothing that is said to it.
 
 Format. What is said travels as a JSON object: {"call", "said"}, or {"call", "error"}. The thread
 that trains sends it by _config/rank_group.py, and others by rank_board.py. Nothing is unpickled.
@@ -44,6 +45,8 @@ from .rank_board import PATIENCE_S, PAUSE_MAX_S, PAUSE_MIN_S, Board, death_s, na
 
 Exchange = Callable[[str], list[str]]
 """Gives what all ranks say, by rank, for what this one says."""
+
+LOOKS, LOOK_S = 3, 1.0  # at who is stopped, and between two: the first one asks
 
 log = logging.getLogger("strata")
 
@@ -208,18 +211,31 @@ class _Waits:
 
     def _await(self, work: distributed.Work) -> None:
         """Returns when it is over. Raises StrataError where a rank has died."""
-        begin, pause, told = time.monotonic(), PAUSE_MIN_S, False
+        pause, apart = PAUSE_MIN_S, min(LOOK_S, self._patience_s / 3)
+        looks: list[set[int]] = []  # ranks that were silent at each
+        look = time.monotonic() + self._patience_s - (LOOKS - 1) * apart
         while not work.is_completed():
             self._session.awaited_rank()
             time.sleep(pause)
             pause = min(2 * pause, PAUSE_MAX_S)
-            if not told and time.monotonic() - begin > self._patience_s:
-                told = True
-                log.warning(
-                    "%s waits for other ranks for %.0f s: every rank has to call it",
-                    self._call,
-                    self._patience_s,
-                )
+            if len(looks) == LOOKS or time.monotonic() < look:
+                continue
+            looks.append(set(self._session.silent_ranks()))
+            look += apart
+            if len(looks) == LOOKS:
+                self._tell(sorted(looks[-2] & looks[-1]))
+
+    def _tell(self, stopped: list[int]) -> None:
+        who = " and ".join(f"rank {rank}" for rank in stopped)
+        log.warning(
+            "%s waits for %s for %.0f s: %s",
+            self._call,
+            who or "other ranks",
+            self._patience_s,
+            "it is stopped, and this one goes on when it does"
+            if who
+            else "every rank has to call it",
+        )
 
 
 def owned(state: Wrapped, param: int, rank: int) -> list[tuple[int, int]]:
