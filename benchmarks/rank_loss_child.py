@@ -74,8 +74,8 @@ class Board:
     def get(self, rank: int) -> tuple[str, int, int, float, int]:
         """What it does, steps made, the step of its last save, when it raised, or 0, and the steps
         that others made ahead of it."""
-        doing, *rest = self._FORM.unpack_from(self._memory, rank * self._FORM.size)
-        step, saved, raised, first = rest
+        place = rank * self._FORM.size
+        doing, step, saved, raised, first = self._FORM.unpack_from(self._memory, place)
         return DOING[doing], step, saved, raised, first
 
     def set(self, rank: int, **values: Any) -> None:
