@@ -103,11 +103,12 @@ std::uint64_t Session::begin_snapshot(std::uint32_t keep) {
   // to capture, which needs the room.
   core_->snapshots.want(keep);
   core_->snapshot_room.make_beside(in.lock());
-  const std::uint64_t id = [&] {
+  std::uint64_t id = 0;
+  {
     // Nobody's later gradients are in the sums of whoever begins last.
     const GradientSums::Look look = core_->gradients.stop_adding(in.lock());
-    return core_->snapshots.begin(keep);
-  }();
+    id = core_->snapshots.begin(keep);
+  }
   core_->snapshot_room.make_beside(in.lock());
   return id;
 }
