@@ -255,9 +255,10 @@ void bind_visits(SessionClass& session) {
       .def(
           "enter",
           [](Session& s, UnitId unit, bool backward, bool recorded, std::uintptr_t stream,
-             Visit visit) { s.enter(unit, backward, recorded, stream_of(stream), visit); },
+             Visit visit,
+             bool exact) { s.enter(unit, backward, recorded, stream_of(stream), visit, exact); },
           py::arg("unit"), py::arg("backward"), py::arg("recorded") = true, py::arg("stream") = 0,
-          py::arg("visit") = 0, WithoutGil())
+          py::arg("visit") = 0, py::arg("exact") = false, WithoutGil())
       .def(
           "leave",
           [](Session& s, UnitId unit, std::uintptr_t stream, Visit visit) {

@@ -135,6 +135,7 @@ Config parse_config(const py::dict& dict) {
     config.machines = field<std::vector<std::string>>(ranks, "machines");
     config.rank_patience_s = field<double>(ranks, "patience_s");
     config.sums_ranks = field<bool>(ranks, "sums");
+    config.coded_gathers = field<bool>(ranks, "coded_gathers");
   }
   if (dict.contains("device")) config.device = field<std::string>(dict, "device");
   return config;

@@ -71,9 +71,9 @@ class Session final {
   // visits.hpp. leave() and leave_all_but() never throw for a session that has ended: they run on
   // the way out.
   void enter(UnitId unit, bool backward, bool recorded = true, Stream stream = nullptr,
-             Visit visit = 0) {
+             Visit visit = 0, bool exact = false) {
     Gate::Call in(gate_);
-    core_->visits.enter(in.lock(), unit, {backward, recorded, stream, visit});
+    core_->visits.enter(in.lock(), unit, {backward, recorded, stream, visit, exact});
   }
   bool leave(UnitId unit, Stream stream = nullptr, Visit visit = 0) {
     const Lock lock(gate_.mutex(), gate_.meter());

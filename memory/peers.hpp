@@ -31,6 +31,7 @@
 #include <vector>
 
 #include "memory/check.hpp"
+#include "memory/dtype.hpp"
 #include "memory/peer_ring.hpp"
 
 namespace strata {
@@ -38,7 +39,8 @@ namespace strata {
 // The meaning of the fields is that of the kind.
 struct PeerMessage {
   enum class Kind : std::uint32_t {
-    ask,        // for page `what`, not older than `step`, nor than the `count`th write, for `part`
+    ask,        // for page `what`, not older than `step`, nor than the `count`th write, for `part`;
+                // `dtype` is not 0: codes of its values will do
     grant,      // of page `what`, which lies at `at`, with all updates up to those of `step`; of no
                 // bytes: its holder is to be asked; `window`, as asked: it comes to that frame
     give_back,  // page `what`
@@ -60,7 +62,7 @@ struct PeerMessage {
   std::uint32_t part = 0;
   std::uint32_t window = 0;
   std::uint32_t count = 0;
-  std::uint32_t dtype = 0;  // of a piece: Dtype
+  std::uint32_t dtype = 0;  // of a piece: Dtype; of a grant: coded_as(), or 0
   std::uint64_t at = 0;     // in bytes, from the beginning of the sender's memory
   std::uint64_t bytes = 0;  // of what lies there, and goes along to another machine
   std::int64_t step = 0;
@@ -69,6 +71,11 @@ struct PeerMessage {
   std::uint32_t check = 0;
 };
 static_assert(sizeof(PeerMessage) == 56 && std::is_trivially_copyable_v<PeerMessage>);
+
+// The `dtype` of a grant whose page crosses as codes of values of that type.
+constexpr std::uint32_t coded_as(Dtype dtype) {
+  return 1 + static_cast<std::uint32_t>(dtype);
+}
 
 // Another one wherever a word of the message, but for the check, is another.
 inline std::uint32_t check_of(const PeerMessage& message) {

@@ -150,8 +150,7 @@ class Session:
     def write(self, param: int, kind: Kind, offset: int, address: int, count: int) -> None:
         """Stores `count` float32 values as master weight (and parameter) or moment."""
     def read(self, param: int, kind: Kind, offset: int, address: int, count: int) -> None:
-        """Reads `count` values as float32, after pending updates. Frozen float16/bfloat16
-        parameters have no master: theirs is the parameter itself."""
+        """Reads float32 values, after pending updates. Frozen parameters are their own masters."""
     def quantise(
         self, param: int, address: int, dtype: DtypeName, row_elements: int, offset: float | None
     ) -> None:
@@ -164,11 +163,12 @@ class Session:
     def read_codes(self, param: int, first: int, stored: tuple[Buffer, Buffer, Buffer]) -> None:
         """Fills the buffers, of just the size. The last one is empty but for nf4-double."""
     def enter(
-        self, unit: int, backward: bool, recorded: bool = True, stream: int = 0, visit: int = 0
-    ) -> None:
-        """Waits until the unit's parameters are on the device at their newest version, and pins
-        them: work that is submitted from here on sees them. Nests. `recorded`: part of the training
-        step, so the plan should foresee it. `visit`: on whose account; the session alone counts."""
+        self, unit: int, backward: bool, recorded: bool = True, stream: int = 0, visit: int = 0,
+        exact: bool = False,
+    ) -> None:  # fmt: skip
+        """Waits until the unit's newest parameters are on the device, and pins them for work that is
+        submitted from here on. Nests. `recorded`: part of the training step, so the plan foresees
+        it. `visit`: on whose account; the session alone counts. `exact`: nothing comes as codes."""
     def leave(self, unit: int, stream: int = 0, visit: int = 0) -> bool:
         """Undoes one enter() of the visit. False, and nothing happens, where there is none. The
         parameters stay until what was submitted so far has passed."""

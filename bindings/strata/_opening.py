@@ -148,6 +148,7 @@ def _start(
     undo.first(state.landings.close)
     if wire is not None:
         state.wire = wire
+        state.coded_gathers = config["ranks"]["coded_gathers"]
         state.after_close.append(wire.close)
     _fill(state, options)
     if options.ranks is not None:  # nobody reads what is not written yet

@@ -43,6 +43,7 @@ class Ranks(TypedDict):
     pids: list[int]  # their processes, by rank, 0 of others; empty: not known
     timeout_s: float  # how long they wait there for each other
     sums: bool  # gradients are summed, and not averaged
+    coded_gathers: bool  # ranks of other machines compute with int8 codes of parameters
 
 class Config(TypedDict):
     params: list[ParamSpec]  # in the order of model.parameters(); its place here is its id

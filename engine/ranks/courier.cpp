@@ -24,6 +24,24 @@ std::size_t words_of(std::size_t board_bytes) {
   return ceil_div(board_bytes + kBoardAlign, sizeof(std::max_align_t));
 }
 
+// Of what values codes cross for it; none: bytes cross as they are.
+std::optional<Dtype> coded(const PeerMessage& message) {
+  if (message.kind != PeerMessage::Kind::grant || message.bytes == 0) return std::nullopt;
+  if (message.dtype == 0 || message.dtype > coded_as(Dtype::bfloat16)) return std::nullopt;
+  return static_cast<Dtype>(message.dtype - coded_as(Dtype{}));
+}
+
+// A grant of codes that cannot be. REQUIRES: it has bytes.
+bool is_odd(const PeerMessage& message) {
+  if (message.kind != PeerMessage::Kind::grant || message.dtype == 0) return false;
+  const auto dtype = coded(message);
+  return !dtype || message.bytes % size_of(*dtype) != 0 || message.at % kKernelPageBytes != 0;
+}
+
+std::size_t codes_bytes(const PeerMessage& message, Dtype dtype) {
+  return sent_bytes(message.bytes / size_of(dtype));
+}
+
 }  // namespace
 
 Courier::Courier(Wire& wire, std::uint32_t other, const Here& here, std::size_t memory_bytes,
@@ -32,6 +50,7 @@ Courier::Courier(Wire& wire, std::uint32_t other, const Here& here, std::size_t 
       other_(other),
       here_(here),
       times_(times),
+      kernels_(code_kernels(best_isa())),
       mirror_(memory_bytes),
       come_(words_of(here.board.size())),
       seen_(words_of(here.board.size())) {
@@ -100,11 +119,10 @@ void Courier::send_frames() {
       if (gone_ && !how_.empty()) return;  // it was lost
       head.number = number;
       std::vector<std::span<const std::byte>> pieces = {std::as_bytes(std::span(&head, 1))};
+      std::size_t coded_so_far = 0;
       for (std::uint32_t i = 0; i < head.count; ++i) {
-        const PeerMessage& message = head.messages[i];
-        if (message.bytes == 0) continue;
-        const bool board = message.kind == PeerMessage::Kind::board;
-        pieces.push_back((board ? here_.board : here_.memory).subspan(message.at, message.bytes));
+        if (head.messages[i].bytes == 0) continue;
+        pieces.push_back(sent_for(head.messages[i], coded_so_far));
       }
       wire_.send(other_, pieces, times_.patience);
       if (head.ends != 0) return;
@@ -112,6 +130,18 @@ void Courier::send_frames() {
   } catch (const std::runtime_error&) {
     deaf_ = true;  // what the other one has said is heard to its end, which says why
   }
+}
+
+// What crosses for a message of some bytes. `coded_so_far`: of the messages of its frame.
+std::span<const std::byte> Courier::sent_for(const PeerMessage& message,
+                                             std::size_t& coded_so_far) {
+  const bool board = message.kind == PeerMessage::Kind::board;
+  const auto bytes = (board ? here_.board : here_.memory).subspan(message.at, message.bytes);
+  const auto dtype = coded(message);
+  if (!dtype) return bytes;
+  const auto codes = sent_codes_[coded_so_far++].room(codes_bytes(message, *dtype));
+  encode_values(kernels_, bytes, *dtype, codes);
+  return codes;
 }
 
 void Courier::receive_frames() {
@@ -133,7 +163,7 @@ std::span<std::byte> Courier::room_for(const PeerMessage& message) {
                                              : mirror_.bytes();
   const std::size_t at = relayed ? std::size_t{message.window - 1} * here_.page_bytes : message.at;
   if (at > all.size() || message.bytes > all.size() - at ||
-      (relayed && message.bytes > here_.page_bytes)) {
+      (relayed && message.bytes > here_.page_bytes) || is_odd(message)) {
     throw std::runtime_error("what it sent is damaged");
   }
   return all.subspan(at, message.bytes);
@@ -148,11 +178,28 @@ bool Courier::receive_frame(std::uint64_t number) {
     throw std::runtime_error("what it sent is damaged");
   }
   if (head.ends != 0) return false;
+  struct Coded {
+    std::span<const std::byte> codes;
+    Dtype dtype;
+    std::span<std::byte> values;
+  };
   std::vector<std::span<std::byte>> rooms;
+  std::vector<Coded> coded_pages;
   for (std::uint32_t i = 0; i < head.count; ++i) {
-    if (head.messages[i].bytes != 0) rooms.push_back(room_for(head.messages[i]));
+    const PeerMessage& message = head.messages[i];
+    if (message.bytes == 0) continue;
+    std::span<std::byte> room = room_for(message);
+    if (const auto dtype = coded(message)) {
+      const auto codes = come_codes_[coded_pages.size()].room(codes_bytes(message, *dtype));
+      coded_pages.push_back({codes, *dtype, room});
+      room = codes;
+    }
+    rooms.push_back(room);
   }
   if (!rooms.empty()) wire_.receive(other_, rooms, times_.patience);
+  for (const Coded& page : coded_pages) {
+    decode_values(kernels_, page.codes, page.dtype, page.values);
+  }
   for (std::uint32_t i = 0; i < head.count; ++i) {
     push(head.messages[i]);
   }

@@ -26,6 +26,12 @@
 // page goes when it is given back; pieces share pages of the kernel's, and keep theirs: as much as
 // an outbox has. A page that this rank relays was asked for at a place in its own memory, and lands
 // there: its frame, counted from 1, is the `window` of the ask, the grant, and what gives it back.
+//
+// Note [Codes]
+// A grant whose `dtype` says so crosses as codes of the page's values: the sender makes them when
+// the frame goes, and the receiver has the values where the page would have come to. They lie in
+// buffers of the two threads, which are as large as the codes of a frame have ever been. Both ends
+// know from the grant how many bytes follow.
 #pragma once
 
 #include <array>
@@ -43,6 +49,7 @@
 #include "memory/doorbell.hpp"
 #include "memory/mirror.hpp"
 #include "memory/peers.hpp"
+#include "optimizers/codes/sent_values.hpp"
 
 namespace strata {
 
@@ -88,8 +95,25 @@ class Courier final {
   };
   static_assert(sizeof(Head) == 16 + kMessagesMax * sizeof(PeerMessage));
 
+  // Room for the codes of one message.
+  class Codes final {
+   public:
+    std::span<std::byte> room(std::size_t bytes) {
+      if (lines_.size() * sizeof(Line) < bytes) lines_.resize(ceil_div(bytes, sizeof(Line)));
+      return std::as_writable_bytes(std::span(lines_)).first(bytes);
+    }
+
+   private:
+    struct alignas(kPartAlignment) Line {
+      std::array<std::byte, kPartAlignment> bytes{};
+    };
+    std::vector<Line> lines_;
+  };
+  using CodesOfFrame = std::array<Codes, kMessagesMax>;
+
   void send_frames();
   void receive_frames();
+  std::span<const std::byte> sent_for(const PeerMessage& message, std::size_t& coded_so_far);
   void fill(Head& head);
   Head next();
   bool receive_frame(std::uint64_t number);
@@ -100,10 +124,13 @@ class Courier final {
   const std::uint32_t other_;
   const Here here_;
   const Times times_;
+  const CodeKernels& kernels_;
   MessageRing way_;                     // what this rank says
   Mirror mirror_;                       // of the other one's memory
   std::vector<std::max_align_t> come_;  // of its board, as it was sent
   std::vector<std::max_align_t> seen_;  // as the core has it
+  CodesOfFrame sent_codes_;             // of the thread that sends,
+  CodesOfFrame come_codes_;             // and of the one that receives
   Doorbell bell_;                       // something is to be sent
   std::string how_;                     // it was lost; before gone_ is set
   std::atomic<bool> parting_ = false, gone_ = false, deaf_ = false;

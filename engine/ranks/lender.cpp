@@ -12,7 +12,8 @@ bool Lender::asked(std::uint32_t rank, const PeerMessage& ask) {
                     .step = ask.step,
                     .writes = ask.count,
                     .reader = ask.part,
-                    .frame = ask.window});
+                    .frame = ask.window,
+                    .codes = ask.dtype != 0});
   return true;
 }
 
@@ -55,6 +56,13 @@ bool Lender::may_lend(const Loan& loan) const {
   return loan.writes <= base_.remote->writes() && version_of(loan.page) >= loan.step;
 }
 
+// As a grant says it.
+std::uint32_t Lender::form_of(const Loan& loan) const {
+  if (!loan.codes || !base_.peers->is_far(loan.rank)) return 0;
+  const auto dtype = crosses_coded(base_.config, base_.layout, loan.page);
+  return dtype ? coded_as(*dtype) : 0;
+}
+
 // A rank of this machine reads them where they are: elements.cpp, remote_scales().
 void Lender::send_scales(const Loan& loan) {
   const Role role = base_.layout.role_of[index(loan.page)];
@@ -78,6 +86,7 @@ bool Lender::turn() {
     base_.peers->send(loan.rank, {.kind = PeerMessage::Kind::grant,
                                   .what = index(loan.page),
                                   .window = loan.frame,
+                                  .dtype = form_of(loan),
                                   .at = base_.peers->place(loan.pin.bytes()),
                                   .bytes = base_.layout.page_bytes,
                                   .step = version_of(loan.page)});

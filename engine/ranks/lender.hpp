@@ -47,6 +47,7 @@ class Lender final {
     std::uint32_t writes = 0;
     std::uint32_t reader = 0;  // whose need it is, where `rank` relays it
     std::uint32_t frame = 0;   // of `rank`, to which it goes, counted from 1; 0: none
+    bool codes = false;        // of its values will do
     Pin pin = {};              // empty: it is asked for
     bool coming = false;       // the cache was asked for it: whoever asks comes back
     bool dead = false;         // so is who asked
@@ -54,6 +55,7 @@ class Lender final {
 
   std::int64_t version_of(PageId page) const;
   bool may_lend(const Loan& loan) const;
+  std::uint32_t form_of(const Loan& loan) const;
   void send_scales(const Loan& loan);
 
   Foundation& base_;

@@ -4,8 +4,18 @@
 #include <vector>
 
 #include "engine/ranks/machine.hpp"
+#include "memory/check.hpp"
 
 namespace strata {
+
+std::optional<Dtype> crosses_coded(const Config& config, const Layout& layout, PageId page) {
+  const std::uint32_t chunk = layout.chunk_of[index(page)];
+  const Segment& segment = layout.segments[layout.chunks[chunk].segment];
+  const bool trained = segment.trainable && layout.role_of[index(page)] == Role::param;
+  if (!config.coded_gathers || !trained) return std::nullopt;
+  STRATA_ASSERT(!segment.stored);
+  return segment.dtype;
+}
 
 PageRanks page_ranks(const Config& config, const Layout& layout, const Ownership& owns) {
   PageRanks pages{.rank = config.rank, .here = ranks_here(config)};
@@ -16,6 +26,7 @@ PageRanks page_ranks(const Config& config, const Layout& layout, const Ownership
     const std::uint32_t holder = owns.owner(layout.chunk_of[i]);
     const bool relayed =
         pages.here.size() > 1 && layout.role_of[i] == Role::param && !is_here[holder];
+    pages.coded.push_back(!is_here[holder] && crosses_coded(config, layout, PageId{i}));
     pages.holders.push_back(holder);
     pages.sources.push_back(relayed ? pages.here[next++ % pages.here.size()] : holder);
   }

@@ -8,6 +8,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 
 #include "engine/config.hpp"
 #include "engine/layout.hpp"
@@ -18,6 +19,10 @@ namespace strata {
 
 // The most that pages of other machines have of this rank's host memory: one part in so many.
 inline constexpr std::size_t kRelayPart = 16;
+
+// Of what values codes of the page cross to other machines, where those compute with them; none: it
+// crosses as it is, and so does whatever is read from outside.
+std::optional<Dtype> crosses_coded(const Config& config, const Layout& layout, PageId page);
 
 // Parameters of other machines are relayed by the ranks of this one in turn, page by page, so that
 // each relays a part of every unit that is larger than a few pages. All else is asked of who holds

@@ -113,6 +113,7 @@ void Relay::ask(std::uint32_t frame, const Loan& loan) {
                                           .part = loan.rank,
                                           .window = frame + 1,
                                           .count = loan.writes,
+                                          .dtype = std::uint32_t{pages_.comes_coded(loan.page)},
                                           .step = loan.step});
 }
 
@@ -122,6 +123,7 @@ bool Relay::came(std::uint32_t holder, const PeerMessage& grant) {
   Copy& copy = copies_[grant.window - 1];
   if (copy.page != page || copy.there || pages_.holders[index(page)] != holder) return false;
   if (grant.bytes != room_.page_bytes || grant.step < copy.step) return false;
+  if ((grant.dtype != 0) != pages_.comes_coded(page)) return false;
   copy.there = true;
   copy.step = grant.step;
   say_(holder, {.kind = PeerMessage::Kind::give_back,

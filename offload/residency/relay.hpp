@@ -53,7 +53,9 @@ struct PageRanks {
   std::uint32_t rank = 0;
   std::vector<std::uint32_t> here{};  // ranks of this machine
   std::vector<std::uint32_t> holders{}, sources{};
+  std::vector<bool> coded{};  // it comes as codes, to be computed with; empty: none does
 
+  bool comes_coded(PageId page) const { return index(page) < coded.size() && coded[index(page)]; }
   bool relays(PageId page) const {
     return index(page) < sources.size() && sources[index(page)] == rank &&
            holders[index(page)] != rank;

@@ -30,10 +30,15 @@ std::byte* RemotePages::open(PageId page) {
   Lease* lease = find(page);
   const bool exact = std::find(exact_.begin(), exact_.end(), table_.unit(page)) != exact_.end();
   const bool newest = newest_ || exact;
+  const bool plain =
+      at_holders_ || std::find(plain_.begin(), plain_.end(), table_.unit(page)) != plain_.end();
+  const bool coded = pages_.comes_coded(page) && !plain;
+  const bool at_holder = at_holders_ || (pages_.comes_coded(page) && plain);
   const std::uint32_t source =
-      at_holders_ ? pages_.holders[index(page)] : pages_.sources[index(page)];
+      at_holder ? pages_.holders[index(page)] : pages_.sources[index(page)];
   if (lease != nullptr && lease->bytes != nullptr &&
-      ((newest && lags_[index(page)] != 0) || (at_holders_ && lease->source != source))) {
+      ((newest && lags_[index(page)] != 0) || (at_holder && lease->source != source) ||
+       lease->coded != coded)) {
     if (lease->users != 0) return nullptr;
     drop(*lease);
     lease = nullptr;
@@ -44,7 +49,8 @@ std::byte* RemotePages::open(PageId page) {
                        .newest = newest,
                        .step = newest ? step_ : oldest_,
                        .writes = writes_,
-                       .source = source});
+                       .source = source,
+                       .coded = coded});
     ask(leases_.back());
     lease = find(page);  // this rank may have relayed it to itself
   }
@@ -63,6 +69,7 @@ void RemotePages::ask(const Lease& lease) {
                              .what = index(lease.page),
                              .part = peers_.rank(),
                              .count = lease.writes,
+                             .dtype = std::uint32_t{lease.coded},
                              .step = lease.step});
 }
 
@@ -71,6 +78,11 @@ void RemotePages::set_step(std::int64_t step, std::uint32_t staleness) {
   oldest_ = step - std::int64_t{staleness};
   newest_ = false;
   exact_ = exact_next_;
+}
+
+void RemotePages::make_plain(UnitId unit, bool plain) {
+  std::erase(plain_, unit);
+  if (plain) plain_.push_back(unit);
 }
 
 bool RemotePages::awaits_newest() const {
@@ -141,6 +153,9 @@ bool RemotePages::answered(std::uint32_t from, const PeerMessage& grant, std::si
     return true;
   }
   if (grant.bytes != page_bytes || grant.step < lease->step) return false;
+  // Who relays it has the values.
+  const bool coded = lease->coded && from == pages_.holders[index(page)];
+  if ((grant.dtype != 0) != coded) return false;
   lags_[index(page)] = std::max<std::int64_t>(0, step_ - grant.step);
   // It is only read; copy engines take one kind of pointer for both ways.
   lease->bytes = const_cast<std::byte*>(peers_.bytes(from, grant.at, page_bytes));

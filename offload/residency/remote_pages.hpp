@@ -20,6 +20,13 @@
 // is counted, since all ranks write the same, and each the part that it holds: a holder answers
 // when it has written as often as who asks.
 //
+// Note [Pages that come as codes]
+// Computation may ask for codes of a page of another machine, whose values are rounded. What is
+// read from outside is asked for as it is, of its holder: from host memory, or on the device, where
+// the unit is to be plain then. Neither is served with what was asked for the other: it
+// is given back, and comes again. So what a rank computes does not depend on who reads meanwhile.
+// Both take turns where they meet at a page: who opens what has come closes it soon.
+//
 // Note [Pages that lag]
 // With a staleness, computation asks for pages that may be so many steps old. The holder says how
 // old what it grants is; a page that lags is renewed at every step, so that what is here never lags
@@ -89,6 +96,9 @@ class RemotePages final {
       exact_next_.push_back(unit);
     }
   }
+  // What comes of the unit from here on comes as it is, or may come as codes again. Pages that came
+  // in the other form are still to be renewed.
+  void make_plain(UnitId unit, bool plain);
   // What is asked for is the newest, or may lag again. Pages that lag are still to be renewed.
   void ask_for_newest(bool newest) { newest_ = newest; }
   // The newest of a page was asked for, and is still to be granted.
@@ -128,6 +138,7 @@ class RemotePages final {
     std::int64_t step = 0;
     std::uint32_t writes = 0;
     std::uint32_t source = 0;  // the rank that was asked
+    bool coded = false;        // it comes, or came, as codes
   };
 
   Lease* find(PageId page);
@@ -143,6 +154,7 @@ class RemotePages final {
   std::int64_t step_ = 0;
   std::int64_t oldest_ = 0;         // that is asked for where pages may lag
   bool newest_ = false;             // no page may
+  std::vector<UnitId> plain_;       // whose pages come as they are
   std::vector<UnitId> exact_;       // nor may those of these ...
   std::vector<UnitId> exact_next_;  // ... from the next step on
   std::vector<std::int64_t> lags_;  // by page, in steps: of what was granted last

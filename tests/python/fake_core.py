@@ -77,8 +77,9 @@ class Session(Saves, Alone):
         return [entered for _, entered in self.visits].count(unit)
 
     def enter(
-        self, unit: int, backward: bool, recorded: bool = True, *, stream: int, visit: int
-    ) -> None:
+        self, unit: int, backward: bool, recorded: bool = True, *,
+        stream: int, visit: int, exact: bool,
+    ) -> None:  # fmt: skip
         self._open()
         self._note_stream(stream)
         self.staleness[unit] += recorded and not backward

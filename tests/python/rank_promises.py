@@ -221,6 +221,8 @@ def is_refused(run: Rank, what: str) -> list[str]:
         strata._core.__version__ = "0.0.0"
     if what == "sums" and odd:
         options["rank_gradients"] = "sum"
+    if what == "gathers" and odd:
+        options["rank_gathers"] = "int8"
     if what == "workers" and odd:
         options["workers"] = -1
     if what == "tensor":

@@ -59,6 +59,36 @@ def test_a_page_crosses_once_for_all_ranks_of_a_machine(ranks: Ranks, machines: 
     assert 0.95 * owned < sent < 1.15 * owned  # pages are not full
 
 
+@pytest.mark.parametrize(
+    ("machines", "dtype", "ratio"),
+    [(EACH, "bfloat16", 17 / 32), (TWICE, "float32", 17 / 64), thorough(EACH, "float16", 17 / 32)],
+)
+def test_parameters_may_cross_as_codes(
+    ranks: Ranks, tmp_path: Path, machines: str, dtype: str, ratio: float
+) -> None:
+    """To who computes with them. Who reads has what their owners have, and so has a checkpoint."""
+    exact = ranks.run("rank_gathers.trains", machines, dtype=dtype)
+    path = str(tmp_path / "saved")
+    how = {"dtype": dtype, "rank_gathers": "int8"}
+    found = ranks.run("rank_gathers.trains", machines, path=path, **how)
+    for one in found:
+        assert one["losses"][-1] < 0.5 * one["losses"][0]
+        assert one["losses"][-1] == pytest.approx(exact[0]["losses"][-1], rel=0.05)
+        assert "parameters as int8 codes (rank_gathers): lossy" in one["report"]
+    assert all("lossy" not in one["report"] for one in exact)
+    assert same([one["hash"] for one in found]) != same([one["hash"] for one in exact])
+    sent = [sum(one["forward"] for one in run) for run in (found, exact)]
+    assert sent[0] == pytest.approx(ratio * sent[1], rel=0.05)
+    runs = [run for one in found for run in one["mine"]]
+    loaded = ranks.run("rank_gathers.loads", 1, path=path, runs=runs, dtype=dtype)[0]
+    assert loaded["masters"] == [master for one in found for master in one["masters"]]
+    assert loaded["hash"] == found[0]["hash"]
+
+
+def test_of_one_machine_nothing_crosses(ranks: Ranks) -> None:
+    assert same(ranks.run("bits", 2, rank_gathers="int8")) == same(ranks.run("bits", 1))
+
+
 @pytest.mark.parametrize("machines", ["abcd", "abab", "aaab"])
 @pytest.mark.thorough
 def test_nor_does_it_matter_who_is_where(ranks: Ranks, machines: str) -> None:

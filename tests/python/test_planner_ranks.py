@@ -70,6 +70,28 @@ def test_a_machine_gets_parameters_once_and_sends_the_gradients_of_each_rank(tra
         assert crossing.bytes == pytest.approx(expected, rel=0.01)
 
 
+def test_what_comes_as_codes_is_fewer_bytes(ask):
+    speed = ("--ranks", "2", "--machines", "2", "--link", "1MB/s")
+    exact, coded = ask(*speed)[0], ask(*speed, "--rank-gathers", "int8")[0]
+    assert coded["network"]["bytes"] < exact["network"]["bytes"]
+    assert coded["step_seconds"] < exact["step_seconds"]
+
+
+def test_codes_of_a_step_are_counted(trace_path):
+    trace = load(trace_path).trace
+    nothing = [False] * len(trace.units)
+    exact, coded = (
+        crossing_of(trace, nothing, Network(2, 2, 1e9, gathers)) for gathers in ("exact", "int8")
+    )
+    saved = sum(
+        trace.units[use.unit].param_bytes - 17 / 16 * trace.units[use.unit].elements
+        for use in trace.uses
+        if trace.units[use.unit].grad_bytes
+    )
+    assert saved > 0.2 * sum(trace.units[use.unit].param_bytes for use in trace.uses)
+    assert exact.bytes - coded.bytes == pytest.approx(saved / 2, rel=0.01)
+
+
 def test_what_rests_on_the_devices_of_ranks_whole_is_told(ask):
     said = []
     for budget in ("256MiB", "8GiB"):
@@ -99,6 +121,7 @@ def test_ranks_share_the_speed_of_the_ssd(ask):
         (["--ranks", "2", "--machines", "2"], "needs the speed of their network: --link"),
         (["--ranks", "3", "--machines", "2", "--link", "1GB/s"], "cannot be on --machines 2"),
         (["--ranks", "2", "--link", "1GB/s"], "--link is of several machines"),
+        (["--ranks", "2", "--rank-gathers", "int8"], "--rank-gathers is of several machines"),
     ],
 )
 def test_ranks_that_cannot_be_asked_for_are_refused(trace_path, capsys, options, says):

@@ -25,6 +25,7 @@ from .._config.choices import (
     FORCED,
     FORMS,
     IO_ENGINES,
+    RANK_GATHERS,
     SPEED_OF,
     STATE_DTYPES,
     check_split,
@@ -65,6 +66,7 @@ CHOICES = {
     "--dtype": DTYPES,
     "--frozen": (AS_IS, *FORMS),
     "--io-engine": IO_ENGINES,
+    "--rank-gathers": RANK_GATHERS,
     "--state-dtype": STATE_DTYPES,
 }
 SEVERAL = ("--ssd-path",)
@@ -95,7 +97,7 @@ class Parser(argparse.ArgumentParser):
         try:
             check_split(getattr(options, "split", None), getattr(options, "activations", None))
             if hasattr(options, "machines"):
-                _check_machines(options.ranks, options.machines, options.link)
+                _check_machines(options)
         except ValueError as error:
             self.error(str(error))
         return options
@@ -149,6 +151,11 @@ def add_machine(parser: Parser) -> None:
     add("--ranks", f"processes that train together ({DEFAULT})", default=1)
     add("--machines", f"that they are on, as many on each ({DEFAULT})", default=1)
     add("--link", "of a machine to the others, each way, such as 50GB/s")
+    add(
+        "--rank-gathers",
+        f"what trains, to other machines: int8 is lossy ({DEFAULT})",
+        default="exact",
+    )
     add("--device", f"whose figures are taken where none are told: {DEVICES}", default="auto")
     own = "(default: this machine's)"
     add("--upload-speed", f"of copies from host to device, such as 25GB/s {own}")
@@ -263,8 +270,9 @@ def doctor_parser(description: str | None) -> Parser:
     return parser
 
 
-def _check_machines(ranks: int, machines: int, link: float | None) -> None:
-    """Raises ValueError where they do not go together."""
+def _check_machines(options: argparse.Namespace) -> None:
+    """Raises ValueError where options of ranks do not go together."""
+    ranks, machines, link = options.ranks, options.machines, options.link
     if ranks % machines:
         raise ValueError(f"--ranks {ranks} cannot be on --machines {machines}, as many on each")
     if (machines > 1) != (link is not None):
@@ -273,6 +281,8 @@ def _check_machines(ranks: int, machines: int, link: float | None) -> None:
             if machines > 1
             else "--link is of several machines: say how many with --machines"
         )
+    if machines == 1 and options.rank_gathers != "exact":
+        raise ValueError("--rank-gathers is of several machines: say how many with --machines")
 
 
 def budgets_of(given: Mapping[str, int], page_bytes: int, grads_rest: bool = True) -> Budgets:

@@ -119,7 +119,9 @@ def config_of(
         "together": [],
     }
     if options.ranks is not None:
-        config["ranks"] = options.ranks.spec(options.rank_gradients, options.rank_timeout)
+        config["ranks"] = options.ranks.spec(
+            options.rank_gradients, options.rank_gathers, options.rank_timeout
+        )
     return config
 
 

@@ -17,6 +17,7 @@ from .choices import (
     ACTIVATIONS,
     AS_IS,
     IO_ENGINES,
+    RANK_GATHERS,
     check_page_size,
     check_snapshots,
     check_split,
@@ -80,6 +81,7 @@ class Options:
     frozen: Frozen = AS_IS
     rank_group: ProcessGroup | DeviceMesh | None = None  # checked where it is looked up
     rank_gradients: str = "mean"
+    rank_gathers: str = "exact"
     rank_timeout: float | None = None
     ranks: Ranks | None = None  # none of wrap()'s: those of rank_group
 
@@ -106,6 +108,7 @@ class Options:
         check_snapshots(self.snapshots, self.ssd_paths())
         check_frozen(self.frozen)
         check_choice("rank_gradients", self.rank_gradients, RANK_GRADIENTS)
+        check_choice("rank_gathers", self.rank_gathers, RANK_GATHERS)
         if self.rank_timeout is not None and not 0 < self.rank_timeout <= TIMEOUT_MAX_S:
             raise ValueError(
                 f"rank_timeout must be a number of seconds up to {TIMEOUT_MAX_S:.0f}, or None to "

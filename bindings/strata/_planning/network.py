@@ -9,6 +9,9 @@ of them relays it. What stays on the devices comes once, for it is updated betwe
 rank's gradient goes to who holds the unit, once, in the dtype of computation. Pages come ahead of
 their use and gradients leave beside the backward, so a step takes the longer of the two, the step
 without a network and the network.
+
+Under rank_gathers="int8" what trains comes as codes. A trace does not tell how much of a unit
+trains: one whose gradients are smaller than its parameters counts as it is.
 """
 
 from __future__ import annotations
@@ -22,6 +25,9 @@ if TYPE_CHECKING:
     from .._core import Trace
 
 
+CODED_BYTES = 1 + 4 / 64  # of an element: a byte, and a float32 for each block of 64
+
+
 @dataclass(frozen=True)
 class Network:
     """Machines alike, with as many ranks each."""
@@ -29,6 +35,7 @@ class Network:
     machines: int
     ranks: int  # of all machines
     bytes_s: float  # of the link of a machine, each way
+    rank_gathers: str = "exact"  # as strata.wrap() takes it
 
 
 @dataclass(frozen=True)
@@ -57,6 +64,8 @@ def crossing_of(trace: Trace, resident: Sequence[bool], network: Network) -> Cro
     comes = sent = least = 0
     for number, unit in enumerate(trace.units):
         rests = unit.code_bytes or unit.param_bytes
+        if network.rank_gathers == "int8" and unit.grad_bytes >= rests == unit.param_bytes:
+            rests = min(rests, round(unit.elements * CODED_BYTES))
         once, gradients = (rests, unit.param_bytes) if unit.grad_bytes else (0, 0)
         comes += once if resident[number] else uses[number] * rests
         sent += here * gradients

@@ -41,7 +41,8 @@ def run(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if may_write(func, kwargs):
                 slot.state.session.expect_write(slot.index)
             slot.state.hooks.saved.hold_outside(slot.unit)
-            slot.state.enter(slot.unit, visit, backward, recorded=recorded[id(slot.state)])
+            computes = recorded[id(slot.state)]
+            slot.state.enter(slot.unit, visit, backward, recorded=computes, exact=not computes)
             entered.append(slot)
             slot.state.hooks.saved.push_outside()
         for tensor in paged if backward else ():
