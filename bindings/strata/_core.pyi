@@ -166,7 +166,7 @@ class Session:
         self, unit: int, backward: bool, recorded: bool = True, stream: int = 0, visit: int = 0,
         exact: bool = False,
     ) -> None:  # fmt: skip
-        """Waits until the unit's newest parameters are on the device, and pins them for work that is
+        """Waits until the unit's newest parameters are on the device, and pins them for what is
         submitted from here on. Nests. `recorded`: part of the training step, so the plan foresees
         it. `visit`: on whose account; the session alone counts. `exact`: nothing comes as codes."""
     def leave(self, unit: int, stream: int = 0, visit: int = 0) -> bool:

@@ -72,7 +72,7 @@ TEST(CudaSteady, NobodySleepsInTheDriver) {
 // The caller is ahead of the device: it asks for a unit while computation still has the frames that
 // the plan gives to it. It waits for them, and takes no others, which would have to be mapped.
 TEST(CudaSteady, NorDoesAViewShowOtherFramesThanPlanned) {
-  for (const std::size_t spare : {0, 1, 2, 3}) {
+  for (std::size_t spare = 0; spare < 4; ++spare) {
     SCOPED_TRACE(spare);
     RecordingDriver driver({.host_tensors = true});
     {
