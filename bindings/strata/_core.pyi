@@ -166,9 +166,9 @@ class Session:
         self, unit: int, backward: bool, recorded: bool = True, stream: int = 0, visit: int = 0,
         exact: bool = False,
     ) -> None:  # fmt: skip
-        """Waits until the unit's newest parameters are on the device, and pins them for what is
-        submitted from here on. Nests. `recorded`: part of the training step, so the plan foresees
-        it. `visit`: on whose account; the session alone counts. `exact`: nothing comes as codes."""
+        """Waits until the unit's newest parameters are there, and pins them for what is submitted
+        next. Nests. `recorded`: part of the training step, so the plan foresees it. `visit`: on
+        whose account; the session alone counts. `exact`: nothing comes as codes."""
     def leave(self, unit: int, stream: int = 0, visit: int = 0) -> bool:
         """Undoes one enter() of the visit. False, and nothing happens, where there is none. The
         parameters stay until what was submitted so far has passed."""
@@ -222,8 +222,7 @@ class Session:
     def awaited_rank(self) -> int | None:
         """Whom a call waits for right now."""
     def silent_ranks(self) -> list[int]:
-        """Ranks that have not taken what was said to them by now. The others are told something:
-        one that two calls a second apart have among them is stopped."""
+        """Ranks that have not taken what was said to them, which every call does: the stopped."""
     def heard_from(self, rank: int) -> int:
         """How many messages of that rank have come: of one that is slow there are some."""
     def give_up_rank(self, rank: int, seconds: float) -> None:
