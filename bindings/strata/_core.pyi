@@ -226,14 +226,12 @@ class Session:
     def heard_from(self, rank: int) -> int:
         """How many messages of that rank have come: of one that is slow there are some."""
     def give_up_rank(self, rank: int, seconds: float) -> None:
-        """Ends the session, where a call waits for that rank; who waits raises StrataError. The
-        words say that it has waited for so long."""
+        """Ends the session, where a call has waited for that rank for so long: StrataError."""
     def rank_places(self) -> list[int]:
         """By rank: twice the step that it is in, as far as is known here, and one more where it has
         begun a backward pass of it; 2**63 - 1: it goes no further."""
     def renew_others(self) -> None:
-        """Every rank has changed all that it owns, and all have come here: what this one has of
-        others is stale."""
+        """Every rank has changed all that it owns: what this one has of others is stale."""
     def owners(self, param: int) -> list[tuple[int, int, int]]:
         """(rank, first, count): the elements of the parameter that one rank owns, run by run."""
     def gradient_fits(self, param: int) -> bool:

@@ -142,6 +142,8 @@ def _start(
     if options.ranks is not None and options.ranks.machines:
         wire = Wire(options.ranks.rank, options.ranks.machines, options.ranks.run)
         undo.first(wire.close)
+    elif options.rank_gathers != "exact":
+        log.info("rank_gathers=%r does nothing: there is one machine", options.rank_gathers)
     session = _core.Session(whole, foreign, wire)
     undo.first(session.close)
     state = Wrapped(model, session, config)
