@@ -13,7 +13,7 @@ from strata._runtime.wrapped import Wrapped, wrapped
 
 STEPS = 6
 WIDTH = 256
-MEMORY = {"device": "2MiB", "host": "128MiB"}
+MEMORY = {"device": "16MiB", "host": "128MiB"}  # all units: none comes twice
 
 Runs = list[tuple[int, int, int]]  # parameter, first element, count
 
