@@ -127,7 +127,7 @@ void Courier::send_frames() {
       wire_.send(other_, pieces, times_.patience);
       if (head.ends != 0) return;
     }
-  } catch (const std::runtime_error&) {
+  } catch (const std::exception&) {
     deaf_ = true;  // what the other one has said is heard to its end, which says why
   }
 }
@@ -147,7 +147,7 @@ std::span<const std::byte> Courier::sent_for(const PeerMessage& message,
 void Courier::receive_frames() {
   try {
     for (std::uint64_t number = 0; receive_frame(number);) ++number;
-  } catch (const std::runtime_error& error) {
+  } catch (const std::exception& error) {
     how_ = error.what();
   }
   gone_ = true;

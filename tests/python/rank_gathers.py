@@ -50,6 +50,16 @@ def trains(run: Rank, path: str | None = None, **options: Any) -> dict[str, Any]
     }
 
 
+def penalises(run: Rank, **options: Any) -> str:
+    """The parameters behind steps whose loss uses them outside any module."""
+    model, optimizer = wrap(run, make_model(width=WIDTH), lr=1e-3, memory=MEMORY, **options)
+    for _ in range(2):
+        sum(p.square().sum() for p in model.parameters()).backward()  # type: ignore[union-attr]
+        optimizer.step()
+        optimizer.zero_grad()
+    return hash_of(model)
+
+
 def loads(run: Rank, path: str, runs: Runs, **options: Any) -> dict[str, Any]:
     """What a checkpoint has, read by one process."""
     model, _ = wrap(run, make_model(width=WIDTH), **options_of(run, options))

@@ -85,6 +85,11 @@ def test_parameters_may_cross_as_codes(
     assert loaded["hash"] == found[0]["hash"]
 
 
+def test_a_backward_outside_modules_sees_what_its_forward_saw(ranks: Ranks) -> None:
+    exact = ranks.run("rank_gathers.penalises", EACH)
+    assert same(ranks.run("rank_gathers.penalises", EACH, rank_gathers="int8")) == same(exact)
+
+
 def test_of_one_machine_nothing_crosses(ranks: Ranks) -> None:
     assert same(ranks.run("bits", 2, rank_gathers="int8")) == same(ranks.run("bits", 1))
 

@@ -127,6 +127,8 @@ def test_what_ranks_cannot_do_is_refused_on_all_of_them(
     assert "leave it out" in found["DDP of wrapped"]
     assert "dtype=torch.bfloat16" in found["plain autocast"]
     assert found["DDP of unwrapped"] == "nothing"
+    assert "over 2 processes, and 1 of them train this model" in found["Accelerate of some"]
+    assert "leave it out, or write the loop without the Trainer" in found["Trainer of some"]
 
 
 def test_training_arguments_that_see_one_process_are_refused(

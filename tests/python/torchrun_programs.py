@@ -20,7 +20,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from strata.integrations.transformers import TrainerMixin
-from torch import nn
+from torch import distributed, nn
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
@@ -278,6 +278,13 @@ def refusals(folder: Path, ranks: int) -> dict[str, Any]:
     found["DDP of wrapped"] = _said(lambda: nn.parallel.DistributedDataParallel(model))
     plain_again = strata.unwrap(model)
     found["DDP of unwrapped"] = _said(lambda: nn.parallel.DistributedDataParallel(plain_again))
+    group = distributed.new_subgroups(1)[0]
+    model = llama()
+    alone = {"memory": MEMORY, "rank_group": group}
+    model, optimizer = strata.wrap(model, torch.optim.AdamW(model.parameters()), **alone)
+    found["Accelerate of some"] = _said(lambda: Accelerator(cpu=True).prepare(model, optimizer))
+    found["Trainer of some"] = _said(lambda: mixed(folder / "some", ranks, strata=alone))
+    strata.unwrap(model)
     trainer = plain(folder / "bf16", ranks, bf16=True, save_strategy="no")
     found["plain autocast"] = _said(trainer.train)
     return found

@@ -33,7 +33,7 @@ from .._torch_compat import graph_task, untraced
 from .adapters import refuse_new_adapters
 from .frames import Frame, Frames
 from .land_hook import LandHook, Uncopied
-from .parallel import KeptUnwrapped
+from .parallel import KeptUnwrapped, several_processes
 from .pins import Pins, hold, references
 from .saved import SavedTensors
 
@@ -73,8 +73,9 @@ class Hooks:
         self._handles.append(root)
         if (adapters := refuse_new_adapters(state.model)) is not None:
             self._handles.append(adapters)
-        if state.ranks is not None:
-            self._handles.append(KeptUnwrapped(state.model))
+        count = state.ranks.count if state.ranks is not None else 1
+        if count > 1 or several_processes():
+            self._handles.append(KeptUnwrapped(state.model, count))
         self._handles += plan_forwards(self, by_module)
         for i, (parameter, spec) in enumerate(
             zip(state.params, state.config["params"], strict=True)

@@ -1,7 +1,7 @@
 """Other ways to train on several processes: DDP, FSDP, and what Accelerate does by itself.
 
     refuse_parallel(model)               # ValueError: DDP or FSDP is around the model, or inside
-    kept = KeptUnwrapped(model)          # of several ranks: neither will be put around it
+    kept = KeptUnwrapped(model, 2)       # of so many ranks: neither will be put around it
     kept.remove()
 
 Note [Accelerate and DDP]. Ranks train one model already, so DDP around it would add up gradients
@@ -18,7 +18,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from torch import nn
+from torch import distributed, nn
 
 PREPARED = "_is_accelerate_prepared"
 IGNORED = "_ddp_params_and_buffers_to_ignore"
@@ -44,15 +44,25 @@ def refuse_parallel(model: nn.Module) -> None:
 
 
 class Answer:
-    """What a model of several ranks answers to those who would put something around it."""
+    """What a model of several processes answers to those who would put something around it."""
+
+    def __init__(self, ranks: int) -> None:
+        self._ranks = ranks
 
     def __bool__(self) -> bool:
         """Whether Accelerate leaves the model as it is. Raises ValueError where it was to compute
-        under autocast, and where Accelerate does not know of the other ranks."""
-        if _said_by_accelerate("PartialState", "num_processes") == 1:
+        under autocast, and where Accelerate does not know of the other ranks, or of more."""
+        seen = _said_by_accelerate("PartialState", "num_processes")
+        if seen == 1 < self._ranks:
             raise ValueError(
                 "Accelerate sees one process, and would give every rank the same batches: "
                 "TrainingArguments(use_cpu=True) and Accelerator(cpu=True) see all of them"
+            )
+        if seen not in (None, self._ranks):
+            raise ValueError(
+                f"Accelerate shares batches out over {seen} processes, and {self._ranks} of them "
+                "train this model (rank_group=): leave rank_group= out, or write the loop without "
+                "Accelerate"
             )
         precision = _said_by_accelerate("AcceleratorState", "_mixed_precision")
         if precision not in (None, "no"):
@@ -78,9 +88,9 @@ class Answer:
 class KeptUnwrapped:
     """Until remove(), nothing is put around the model. See Note [Accelerate and DDP]."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, ranks: int) -> None:
         self._model = model
-        answer: Any = Answer()
+        answer: Any = Answer(ranks)
         model.__dict__.update({PREPARED: answer, IGNORED: answer})
 
     def remove(self) -> None:
@@ -96,6 +106,15 @@ def let_accelerate_ask(model: nn.Module) -> bool:
         return False
     del model.__dict__[PREPARED]
     return True
+
+
+def several_processes() -> bool:
+    """Whether torch.distributed knows of others, though a group of one may train by itself."""
+    return (
+        distributed.is_available()
+        and distributed.is_initialized()
+        and distributed.get_world_size() > 1
+    )
 
 
 def _said_by_accelerate(state: str, name: str) -> Any:

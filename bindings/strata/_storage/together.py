@@ -232,7 +232,7 @@ class _Waits:
             self._call,
             who or "other ranks",
             self._patience_s,
-            "it is stopped, and this one goes on when it does"
+            f"{'they are' if len(stopped) > 1 else 'it is'} stopped, and waited for"
             if who
             else "every rank has to call it",
         )

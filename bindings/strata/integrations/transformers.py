@@ -299,6 +299,11 @@ def _checked(keywords: Any) -> dict[str, Any]:
     for word in keywords:
         if word not in _KEYWORDS:
             raise TypeError(f"strata= has an unknown keyword {word!r}: {nearest(word, _KEYWORDS)}")
+    if keywords.get("rank_group") is not None:
+        raise ValueError(
+            "strata={'rank_group': ...}: a Trainer shares batches out over all processes; leave it "
+            "out, or write the loop without the Trainer"
+        )
     return dict(keywords)
 
 
