@@ -44,7 +44,8 @@ class RanksOnDevices : public OverDevices {
     return config;
   }
 
-  void expect_the_bits_of_one(Config config, const StepOptions& options, std::uint32_t batches,
+  void expect_the_bits_of_one(const Config& config, const StepOptions& options,
+                              std::uint32_t batches,
                               const std::vector<std::uint32_t>& counts = {2, 3}) {
     Config plain = config;
     plain.update = UpdateMode::on_step;
