@@ -11,8 +11,8 @@
 #include "engine/ranks/relays.hpp"
 #include "memory/page_table.hpp"
 #include "offload/residency/remote_pages.hpp"
-#include "optimizers/codes/sent_values.hpp"
 #include "rank_training.hpp"
+#include "sent_codes.hpp"
 
 namespace strata {
 namespace {
@@ -30,20 +30,6 @@ Config mixed() {
     if (param.unit == UnitId{2}) param.trainable = false;
   }
   return config;
-}
-
-// What codes of values stand for, which begin a block.
-std::vector<std::byte> rounded(std::span<const std::byte> values, Dtype dtype) {
-  struct alignas(kPartAlignment) Line {
-    std::byte bytes[kPartAlignment];
-  };
-  const std::size_t bytes = sent_bytes(values.size() / size_of(dtype));
-  std::vector<Line> lines(ceil_div(bytes, sizeof(Line)));
-  const auto codes = std::as_writable_bytes(std::span(lines)).first(bytes);
-  encode_values(code_kernels(best_isa()), values, dtype, codes);
-  std::vector<std::byte> result(values.size());
-  decode_values(code_kernels(best_isa()), codes, dtype, result);
-  return result;
 }
 
 // In the dtype of computation, as its owner has it.

@@ -19,8 +19,7 @@
 #include "doubles/wire_loopback.hpp"
 #include "memory/mapping.hpp"
 #include "memory/shared_area.hpp"
-#include "optimizers/codes/sent_values.hpp"
-#include "optimizers/cpu/kernel.hpp"
+#include "sent_codes.hpp"
 
 namespace strata {
 namespace {
@@ -235,20 +234,6 @@ TEST(Courier, AChangedHeadIsNoticed) {
     }
     EXPECT_TRUE(noticed) << "byte " << byte;
   }
-}
-
-// A page of values as the sender has it, and what its codes stand for.
-std::vector<std::byte> rounded(std::span<const std::byte> page, Dtype dtype) {
-  struct alignas(kPartAlignment) Line {
-    std::byte bytes[kPartAlignment];
-  };
-  const std::size_t bytes = sent_bytes(page.size() / size_of(dtype));
-  std::vector<Line> lines(ceil_div(bytes, sizeof(Line)));
-  const auto codes = std::as_writable_bytes(std::span(lines)).first(bytes);
-  encode_values(code_kernels(best_isa()), page, dtype, codes);
-  std::vector<std::byte> values(page.size());
-  decode_values(code_kernels(best_isa()), codes, dtype, values);
-  return values;
 }
 
 bool same(std::span<const std::byte> one, std::span<const std::byte> other) {

@@ -12,7 +12,7 @@
 #include <span>
 #include <vector>
 
-#include "optimizers/cpu/kernel.hpp"
+#include "sent_codes.hpp"
 
 namespace strata {
 namespace {
@@ -20,10 +20,6 @@ namespace {
 constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 constexpr Dtype kDtypes[] = {Dtype::float32, Dtype::float16, Dtype::bfloat16};
-
-struct alignas(kPartAlignment) Line {
-  std::byte bytes[kPartAlignment]{};
-};
 
 // Values of a dtype, by its kernels, which round to nearest, ties to even where it is float16.
 std::vector<std::byte> as(Dtype dtype, const std::vector<float>& values) {
@@ -43,15 +39,7 @@ std::vector<float> floats(Dtype dtype, const std::vector<std::byte>& values) {
 
 // What comes out at the other end.
 std::vector<float> sent(const std::vector<float>& values, Dtype dtype, Isa isa = best_isa()) {
-  const std::vector<std::byte> from = as(dtype, values);
-  const std::size_t bytes = sent_bytes(values.size());
-  std::vector<Line> lines(ceil_div(bytes, sizeof(Line)));
-  const auto codes = std::as_writable_bytes(std::span(lines)).first(bytes);
-  std::ranges::fill(codes, std::byte{0xa5});  // whatever was sent before
-  encode_values(code_kernels(isa), from, dtype, codes);
-  std::vector<std::byte> to(from.size(), std::byte{0x5a});
-  decode_values(code_kernels(isa), codes, dtype, to);
-  return floats(dtype, to);
+  return floats(dtype, rounded(as(dtype, values), dtype, isa));
 }
 
 std::vector<float> drawn(std::size_t count, std::uint64_t seed, float scale) {

@@ -101,8 +101,7 @@ def saves_beside_one_that_is_stopped(run: Rank, timeout: float) -> None:
     if run.rank == 1:
         run.mark("there")
         time.sleep(1000)
-    while not (run.folder / "go").exists():
-        time.sleep(0.005)
+    run.await_go()
     strata.save(model, run.folder / "checkpoint")
 
 
@@ -114,8 +113,7 @@ def saves_beside_one_that_is_late(run: Rank) -> None:
     train(run, model, optimizer, 1)
     if run.rank == 1:
         run.mark("there")
-        while not (run.folder / "go").exists():
-            time.sleep(0.005)
+        run.await_go()
     strata.save(model, run.folder / "checkpoint")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,11 @@ class Rank:
     def mark(self, name: str) -> None:
         """Tells the test that this rank has come so far."""
         (self.folder / name).touch()
+
+    def await_go(self) -> None:
+        """Waits until the test lets ranks go on."""
+        while not (self.folder / "go").exists():
+            time.sleep(0.005)
 
     def share(self, batches: list[torch.Tensor]) -> list[torch.Tensor]:
         """Those of this rank."""

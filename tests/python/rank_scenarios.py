@@ -301,8 +301,7 @@ def stopped(run: Rank, steps: int = 6) -> str:
     train(run, model, optimizer, 1)
     if run.rank == 1:
         run.mark("there")
-        while not (run.folder / "go").exists():
-            time.sleep(0.005)
+        run.await_go()
     train(run, model, optimizer, steps, first=1)
     return hash_of(model)
 

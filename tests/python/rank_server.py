@@ -24,6 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -56,16 +57,16 @@ class Run:
 
     def await_mark(self, name: str, timeout: float = 30.0) -> None:
         """Returns when a rank has made the file `name` in its folder."""
-        end = time.monotonic() + timeout
-        while not (self.folder / name).exists():
-            assert time.monotonic() < end, f"no {name}: {self.outputs()}"
-            time.sleep(0.005)
+        self._await((self.folder / name).exists, name, timeout)
 
     def await_words(self, words: str, timeout: float = 30.0) -> None:
         """Returns when ranks have printed them."""
+        self._await(lambda: words in self.outputs(), words, timeout)
+
+    def _await(self, there: Callable[[], bool], what: str, timeout: float) -> None:
         end = time.monotonic() + timeout
-        while words not in self.outputs():
-            assert time.monotonic() < end, f"not said: {words!r}: {self.outputs()}"
+        while not there():
+            assert time.monotonic() < end, f"no {what!r}: {self.outputs()}"
             time.sleep(0.005)
 
     def outputs(self) -> str:

@@ -234,8 +234,7 @@ def _joined(rank_group: Any) -> Ranks | None:
 
 def _find_ranks(rank_group: Any) -> Ranks | None:
     started = processes_started()
-    there = distributed.is_available() and distributed.is_initialized()
-    if started > 1 and not there:
+    if started > 1 and group_of(None) is None:
         raise ValueError(
             f"{started} processes were started, and torch.distributed is not initialised: call "
             "torch.distributed.init_process_group('gloo') before strata.wrap(); "

@@ -18,7 +18,9 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from torch import distributed, nn
+from torch import nn
+
+from .._config.rank_group import group_of
 
 PREPARED = "_is_accelerate_prepared"
 IGNORED = "_ddp_params_and_buffers_to_ignore"
@@ -110,11 +112,8 @@ def let_accelerate_ask(model: nn.Module) -> bool:
 
 def several_processes() -> bool:
     """Whether torch.distributed knows of others, though a group of one may train by itself."""
-    return (
-        distributed.is_available()
-        and distributed.is_initialized()
-        and distributed.get_world_size() > 1
-    )
+    world = group_of(None)
+    return world is not None and world.size() > 1
 
 
 def _said_by_accelerate(state: str, name: str) -> Any:
