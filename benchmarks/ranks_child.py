@@ -56,9 +56,8 @@ def open_fsdp2(model: Any) -> torch.optim.Optimizer:
 
 def wire_bytes(model: torch.nn.Module) -> Answer:
     """Sent to other machines so far, by strata and by the interface; and what a step has to send:
-    bytes of parameters that this rank lends other machines, for the forward and for the backward,
-    but for what their devices can keep between the two, of all units alike; and of gradients that
-    those machines own."""
+    bytes of the parameters that this rank owns, to each other machine once, for they change between
+    two steps; and of gradients that those machines own."""
     from strata._runtime.wrapped import wrapped
 
     state = wrapped(model)
@@ -66,13 +65,12 @@ def wire_bytes(model: torch.nn.Module) -> Answer:
         return {"sent": 0, "interface": 0, "lends": 0, "gradients": 0}
     rank, machines = state.ranks.rank, state.ranks.machines
     others = len(set(machines)) - 1
-    stays = min(1.0, state.config["device_bytes"] / sum(p.nbytes for p in state.params))
-    lends, gradients = 0.0, 0
+    lends, gradients = 0, 0
     for param, parameter in enumerate(state.params):
         size = parameter.element_size()
         owners = state.session.owners(param)
         own = sum(count for of, _, count in owners if of == rank)
-        lends += own * size * others * (2 - stays)
+        lends += own * size * others
         gradients += sum(n for of, _, n in owners if machines[of] != machines[rank]) * size
     name = os.environ["GLOO_SOCKET_IFNAME"]
     counted = Path(f"/sys/class/net/{name}/statistics/tx_bytes").read_text()

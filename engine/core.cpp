@@ -101,6 +101,7 @@ Core::Core(const Config& config, SessionParts parts, Gate& gate, Doorbell& bell)
       resumption({base, between, prefetcher, swapping, gradients, visits, captures, rearranger,
                   snapshots}),
       turned_(std::move(parts.turned)) {
+  if (base.relay) prefetcher.connect(*base.remote);
   prefetcher.limit_frames(base.claims.device_frames);
   for (std::uint32_t u = 0; u < base.layout.units.size(); ++u) {
     if (!base.on_device(UnitId{u})) continue;

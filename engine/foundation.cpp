@@ -124,7 +124,7 @@ void Foundation::meet_others() {
 
 // Where it has no frames it sends all on.
 void Foundation::open_relay() {
-  if (page_ranks.here.size() == 1 || page_ranks.here.size() == config.ranks) return;
+  if (page_ranks.here.size() == config.ranks) return;
   const RelayRoom room{.at = relayed == nullptr ? 0 : peers->place(relayed),
                        .page_bytes = layout.page_bytes,
                        .frames = claims.relay_frames};

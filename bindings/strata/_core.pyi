@@ -28,6 +28,7 @@ from ._planner import Trace as Trace
 from ._planner import TracedUnit as TracedUnit
 from ._planner import Use as Use
 from ._planner import Wishes as Wishes
+from ._planner import relay_bytes_max as relay_bytes_max
 from ._probes import CopyProbe as CopyProbe
 from ._probes import SsdProbe as SsdProbe
 from ._probes import UpdateProbe as UpdateProbe
@@ -79,8 +80,7 @@ def device_description(device: str) -> str:
     Raises StrataError where it cannot be used."""
 
 def remove_leftovers(folder: str) -> list[str]:
-    """Removes the swap files of a killed process in an SSD folder, and says which; nothing where a
-    process uses the folder."""
+    """Removes swap files of a killed process from an SSD folder that is not in use. Names them."""
 
 class UnitPlan(TypedDict):
     name: str

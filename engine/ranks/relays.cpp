@@ -24,8 +24,7 @@ PageRanks page_ranks(const Config& config, const Layout& layout, const Ownership
   std::size_t next = 0;
   for (std::uint32_t i = 0; i < layout.page_count; ++i) {
     const std::uint32_t holder = owns.owner(layout.chunk_of[i]);
-    const bool relayed =
-        pages.here.size() > 1 && layout.role_of[i] == Role::param && !is_here[holder];
+    const bool relayed = layout.role_of[i] == Role::param && !is_here[holder];
     pages.coded.push_back(!is_here[holder] && crosses_coded(config, layout, PageId{i}));
     pages.holders.push_back(holder);
     pages.sources.push_back(relayed ? pages.here[next++ % pages.here.size()] : holder);

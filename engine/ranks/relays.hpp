@@ -25,8 +25,8 @@ inline constexpr std::size_t kRelayPart = 16;
 std::optional<Dtype> crosses_coded(const Config& config, const Layout& layout, PageId page);
 
 // Parameters of other machines are relayed by the ranks of this one in turn, page by page, so that
-// each relays a part of every unit that is larger than a few pages. All else is asked of who holds
-// it: training does not.
+// each relays a part of every unit that is larger than a few pages; by the one that is alone, to
+// itself. All else is asked of who holds it: training does not.
 PageRanks page_ranks(const Config& config, const Layout& layout, const Ownership& owns);
 
 // Frames that this rank has use for, for pages that it relays.

@@ -128,6 +128,7 @@ void Prefetcher::follow_plan(UnitId unit, bool backward, bool recorded) {
     if (!recorded) return;  // an evaluation: the step has not moved
     if (ahead != 1) ++step_deviations_, ++deviations_;
     cursor_ = at;
+    if (arrivals_) arrivals_->pass(cursor_);
     return;
   }
   if (recorded) ++step_deviations_, ++deviations_;
@@ -160,6 +161,7 @@ void Prefetcher::begin_step() {
   if (!plan_.feasible) return;
   cursor_ = plan_.uses.size() - 1;  // its first use is the next
   want_uses(0);
+  if (arrivals_) arrivals_->begin_step();
 }
 
 void Prefetcher::adopt(FramePlan plan) {
@@ -170,6 +172,7 @@ void Prefetcher::adopt(FramePlan plan) {
   plan_ = std::move(plan);
   cursor_ = plan_.uses.size() - 1;
   ++plans_;
+  if (arrivals_) arrivals_->adopt(plan_, frames_, loads_);
   wanted_.clear();  // the old plan's wishes keep no frame
   unshown_.clear();
   for (std::uint32_t u = 0; u < unit_count(); ++u) {
@@ -328,7 +331,9 @@ bool Prefetcher::turn() {
   moved |= loads_.turn();
   for (const UnitId unit : demanded_) moved |= load_unit(unit);
   for (const UnitId unit : wanted_) moved |= load_unit(unit);
-  return loads_.start() || moved;
+  moved |= loads_.start();
+  // Behind what there is room for on the device.
+  return (arrivals_ && arrivals_->turn()) || moved;
 }
 
 }  // namespace strata

@@ -6,14 +6,26 @@
 #include "memory/check.hpp"
 
 namespace strata {
+namespace {
+
+constexpr std::uint32_t kAheadMax = 8;  // pages
+
+// Of Relay::Claim.
+enum Class : int { kFree, kLeft, kWanted };
+
+}  // namespace
 
 Relay::Relay(const RelayRoom& room, const PageRanks& pages, Say say)
     : room_(room),
       pages_(pages),
       say_(std::move(say)),
       copies_(room.frames),
-      gone_(pages.here.size(), false) {
+      frames_of_(pages.sources.size()),
+      claim_of_(room.frames),
+      gone_(pages.here.size(), false),
+      dues_(pages.sources.size(), kNotDue) {
   STRATA_ASSERT(pages_.holders.size() == pages_.sources.size());
+  update_claims();
 }
 
 // Among those of this machine; as many as there are: it is none of them.
@@ -30,27 +42,52 @@ std::vector<Relay::Loan>::iterator Relay::find(std::uint32_t rank, PageId page) 
 bool Relay::asked(std::uint32_t rank, PageId page, std::int64_t step, std::uint32_t writes) {
   if (!pages_.relays(page) || place_of(rank) == pages_.here.size()) return false;
   if (find(rank, page) != loans_.end()) return false;
-  newest_ = std::max(newest_, step);
+  note_step(step);
   loans_.push_back({.rank = rank, .page = page, .step = step, .writes = writes, .copy = kNone});
   if (!lend(loans_.back()) && !serve(loans_.back())) loans_.pop_back();
   return true;
 }
 
-// True: there is a copy that is new enough.
+bool Relay::expect(PageId page, std::int64_t step, std::uint32_t writes) {
+  STRATA_ASSERT(pages_.relays(page));
+  note_step(step);
+  for (const std::uint32_t frame : frames_of_[index(page)]) {
+    if (copies_[frame].asked >= step && copies_[frame].writes >= writes) return true;
+  }
+  if (ahead_ == kAheadMax) return false;
+  const std::uint32_t frame = find_room(page, true);
+  if (frame == kNone) return false;
+  ask(frame, {.rank = pages_.rank, .page = page, .step = step, .writes = writes}, true);
+  ++ahead_;
+  return true;
+}
+
+void Relay::set_due(PageId page, std::uint64_t due) {
+  dues_[index(page)] = due;
+  for (const std::uint32_t frame : frames_of_[index(page)]) update_claim(frame);
+}
+
+void Relay::lend(Loan& loan, std::uint32_t frame) {
+  Copy& copy = copies_[frame];
+  loan.copy = frame;
+  ++copy.users;
+  copy.last_use = ++use_;
+  copy.had[place_of(loan.rank)] = true;
+  update_claim(frame);
+  say_(loan.rank, {.kind = PeerMessage::Kind::grant,
+                   .what = index(loan.page),
+                   .at = room_.at + frame * room_.page_bytes,
+                   .bytes = room_.page_bytes,
+                   .step = copy.step});
+}
+
+// True: there is a copy that was fetched for what the loan asks, or for more. One that happens to
+// be new enough would be lent step after step, and would lag as far as it may.
 bool Relay::lend(Loan& loan) {
-  for (std::uint32_t frame = 0; frame < copies_.size(); ++frame) {
-    Copy& copy = copies_[frame];
-    if (copy.page != loan.page || !copy.there) continue;
-    if (copy.step < loan.step || copy.writes < loan.writes) continue;
-    loan.copy = frame;
-    ++copy.users;
-    copy.last_use = ++use_;
-    copy.had[place_of(loan.rank)] = true;
-    say_(loan.rank, {.kind = PeerMessage::Kind::grant,
-                     .what = index(loan.page),
-                     .at = room_.at + frame * room_.page_bytes,
-                     .bytes = room_.page_bytes,
-                     .step = copy.step});
+  for (const std::uint32_t frame : frames_of_[index(loan.page)]) {
+    const Copy& copy = copies_[frame];
+    if (!copy.there || copy.asked < loan.step || copy.writes < loan.writes) continue;
+    lend(loan, frame);
     return true;
   }
   return false;
@@ -59,12 +96,12 @@ bool Relay::lend(Loan& loan) {
 // Gets a copy that is new enough. False: the rank was sent on, and the loan is over.
 bool Relay::serve(Loan& loan) {
   STRATA_ASSERT(loan.copy == kNone);
-  for (const Copy& copy : copies_) {
-    if (copy.page == loan.page && !copy.there && copy.writes == loan.writes) return true;
+  for (const std::uint32_t frame : frames_of_[index(loan.page)]) {
+    if (!copies_[frame].there && copies_[frame].writes == loan.writes) return true;
   }
-  const std::uint32_t frame = find_room(loan.page);
+  const std::uint32_t frame = find_room(loan.page, false);
   if (frame != kNone) {
-    ask(frame, loan);
+    ask(frame, loan, false);
     return true;
   }
   say_(loan.rank, {.kind = PeerMessage::Kind::grant, .what = index(loan.page)});
@@ -73,41 +110,71 @@ bool Relay::serve(Loan& loan) {
 
 // Some rank of this machine has still to ask for it, as far as is known.
 bool Relay::is_wanted(const Copy& copy) const {
-  if (copy.step < newest_) return false;
+  if (copy.asked < newest_) return false;
   for (std::size_t i = 0; i < gone_.size(); ++i) {
     if (!gone_[i] && !copy.had[i]) return true;
   }
   return false;
 }
 
-// That of an old copy of the page, or a free one, or that of what is wanted least, and of that what
-// was lent the longest ago. None: all are read, or expected.
-std::uint32_t Relay::find_room(PageId page) const {
-  const auto rank = [&](const Copy& copy) {
-    if (copy.page == page) return 0;
-    if (copy.page == kNoPage) return 1;
-    return is_wanted(copy) ? 3 : 2;
-  };
-  std::uint32_t found = kNone;
-  for (std::uint32_t frame = 0; frame < copies_.size(); ++frame) {
-    const Copy& copy = copies_[frame];
-    if (copy.users != 0 || (copy.page != kNoPage && !copy.there)) continue;
-    if (found == kNone || std::pair(rank(copy), copy.last_use) <
-                              std::pair(rank(copies_[found]), copies_[found].last_use)) {
-      found = frame;
-    }
-  }
-  return found;
+// With a new step nobody wants what was fetched for older ones.
+void Relay::note_step(std::int64_t step) {
+  if (step <= newest_) return;
+  newest_ = step;
+  update_claims();
 }
 
-void Relay::ask(std::uint32_t frame, const Loan& loan) {
-  copies_[frame] = {.page = loan.page,
-                    .there = false,
-                    .step = loan.step,
-                    .writes = loan.writes,
-                    .users = 0,
-                    .last_use = ++use_,
-                    .had = std::vector<bool>(pages_.here.size(), false)};
+void Relay::update_claims() {
+  for (std::uint32_t frame = 0; frame < copies_.size(); ++frame) update_claim(frame);
+}
+
+// Whatever it is made of has changed.
+void Relay::update_claim(std::uint32_t frame) {
+  std::optional<Claim>& claim = claim_of_[frame];
+  if (claim) claims_.erase(*claim);
+  const Copy& copy = copies_[frame];
+  claim.reset();
+  if (copy.page == kNoPage) {
+    claim = Claim(kFree, 0, 0, frame);
+  } else if (copy.there && copy.users == 0) {
+    const std::uint64_t due = copy.asked < newest_ ? kNotDue : dues_[index(copy.page)];
+    claim = Claim(is_wanted(copy) ? kWanted : kLeft, kNotDue - due, copy.last_use, frame);
+  }
+  if (claim) claims_.insert(*claim);
+}
+
+// That of an old copy of the page, or another one by Note [Whose frame goes]. None: all are read,
+// on their way, or needed before the page.
+std::uint32_t Relay::find_room(PageId page, bool expected) const {
+  for (const std::uint32_t frame : frames_of_[index(page)]) {
+    if (claim_of_[frame]) return frame;
+  }
+  const auto goes = [&](Class from) {
+    const auto first = claims_.lower_bound(Claim(from, 0, 0, 0));
+    if (first == claims_.end()) return kNone;
+    const std::uint64_t due = kNotDue - std::get<1>(*first);
+    const bool later = due == kNotDue || due > dues_[index(page)];
+    const bool wanted = std::get<0>(*first) == kWanted;
+    return later && !(expected && wanted) ? std::get<3>(*first) : kNone;
+  };
+  const std::uint32_t frame = goes(kFree);
+  return frame == kNone ? goes(kWanted) : frame;
+}
+
+void Relay::ask(std::uint32_t frame, const Loan& loan, bool ahead) {
+  Copy& copy = copies_[frame];
+  if (copy.page != kNoPage) std::erase(frames_of_[index(copy.page)], frame);
+  frames_of_[index(loan.page)].push_back(frame);
+  copy = {.page = loan.page,
+          .there = false,
+          .ahead = ahead,
+          .asked = loan.step,
+          .step = loan.step,
+          .writes = loan.writes,
+          .users = 0,
+          .last_use = ++use_,
+          .had = std::vector<bool>(pages_.here.size(), false)};
+  update_claim(frame);
   say_(pages_.holders[index(loan.page)], {.kind = PeerMessage::Kind::ask,
                                           .what = index(loan.page),
                                           .part = loan.rank,
@@ -120,12 +187,15 @@ void Relay::ask(std::uint32_t frame, const Loan& loan) {
 bool Relay::came(std::uint32_t holder, const PeerMessage& grant) {
   const PageId page{grant.what};
   if (grant.window == 0 || grant.window > copies_.size()) return false;
-  Copy& copy = copies_[grant.window - 1];
+  const std::uint32_t frame = grant.window - 1;
+  Copy& copy = copies_[frame];
   if (copy.page != page || copy.there || pages_.holders[index(page)] != holder) return false;
-  if (grant.bytes != room_.page_bytes || grant.step < copy.step) return false;
+  if (grant.bytes != room_.page_bytes || grant.step < copy.asked) return false;
   if ((grant.dtype != 0) != pages_.comes_coded(page)) return false;
   copy.there = true;
   copy.step = grant.step;
+  if (copy.ahead) --ahead_;
+  update_claim(frame);
   say_(holder, {.kind = PeerMessage::Kind::give_back,
                 .what = index(page),
                 .window = grant.window,
@@ -133,7 +203,8 @@ bool Relay::came(std::uint32_t holder, const PeerMessage& grant) {
   // 1. All for whom it is new enough.
   const auto waits = [page](const Loan& loan) { return loan.page == page && loan.copy == kNone; };
   for (Loan& loan : loans_) {
-    if (waits(loan)) lend(loan);
+    const bool served = copy.step >= loan.step && copy.writes >= loan.writes;
+    if (waits(loan) && served) lend(loan, frame);
   }
   // 2. The others need another one.
   std::erase_if(loans_, [&](Loan& loan) { return waits(loan) && !serve(loan); });
@@ -143,9 +214,11 @@ bool Relay::came(std::uint32_t holder, const PeerMessage& grant) {
 bool Relay::given_back(std::uint32_t rank, PageId page) {
   const auto loan = find(rank, page);
   if (loan == loans_.end() || loan->copy == kNone) return false;
-  STRATA_ASSERT(copies_[loan->copy].users > 0);
-  --copies_[loan->copy].users;
+  const std::uint32_t frame = loan->copy;
+  STRATA_ASSERT(copies_[frame].users > 0);
+  --copies_[frame].users;
   loans_.erase(loan);
+  update_claim(frame);
   return true;
 }
 
@@ -153,12 +226,14 @@ void Relay::forget(std::uint32_t rank, bool dead) {
   const std::uint32_t place = place_of(rank);
   if (place == pages_.here.size()) return;
   gone_[place] = true;
-  if (!dead) return;
-  std::erase_if(loans_, [&](const Loan& loan) {
-    if (loan.rank != rank) return false;
-    if (loan.copy != kNone) --copies_[loan.copy].users;
-    return true;
-  });
+  if (dead) {
+    std::erase_if(loans_, [&](const Loan& loan) {
+      if (loan.rank != rank) return false;
+      if (loan.copy != kNone) --copies_[loan.copy].users;
+      return true;
+    });
+  }
+  update_claims();
 }
 
 }  // namespace strata

@@ -26,12 +26,28 @@ RemotePages::Lease* RemotePages::find(PageId page) {
   return found == leases_.end() ? nullptr : &*found;
 }
 
+bool RemotePages::is_newest(PageId page) const {
+  return newest_ || std::find(exact_.begin(), exact_.end(), table_.unit(page)) != exact_.end();
+}
+
+bool RemotePages::is_plain(PageId page) const {
+  return at_holders_ || std::find(plain_.begin(), plain_.end(), table_.unit(page)) != plain_.end();
+}
+
+bool RemotePages::expect(PageId page) {
+  if (holds_ != 0) return false;
+  const bool at_holder = pages_.comes_coded(page) && is_plain(page);
+  if (!pages_.relays(page) || at_holder) return true;
+  return relay_->expect(page, is_newest(page) ? step_ : oldest_, writes_);
+}
+
+void RemotePages::set_due(PageId page, std::optional<std::uint64_t> due) {
+  if (pages_.relays(page)) relay_->set_due(page, due.value_or(Relay::kNotDue));
+}
+
 std::byte* RemotePages::open(PageId page) {
   Lease* lease = find(page);
-  const bool exact = std::find(exact_.begin(), exact_.end(), table_.unit(page)) != exact_.end();
-  const bool newest = newest_ || exact;
-  const bool plain =
-      at_holders_ || std::find(plain_.begin(), plain_.end(), table_.unit(page)) != plain_.end();
+  const bool newest = is_newest(page), plain = is_plain(page);
   const bool coded = pages_.comes_coded(page) && !plain;
   const bool at_holder = at_holders_ || (pages_.comes_coded(page) && plain);
   const std::uint32_t source =

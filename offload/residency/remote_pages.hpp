@@ -39,6 +39,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <optional>
 #include <vector>
 
 #include "memory/page_table.hpp"
@@ -60,6 +61,10 @@ class RemotePages final {
   // The page's bytes; null: not yet. Each open() that succeeds is closed.
   std::byte* open(PageId page);
   void close(PageId page);
+  // It will be opened, and comes ahead of that where this rank relays it. False: not now.
+  bool expect(PageId page);
+  // When it will be, as a place in the order of those that will; none: not in this step.
+  void set_due(PageId page, std::optional<std::uint64_t> due);
   // No page is asked for while this lives; who needs one tries again later. Else threads that read
   // page after page would put settle() off for ever. Behind it all may be renewed.
   class [[nodiscard]] Hold final {
@@ -142,6 +147,8 @@ class RemotePages final {
   };
 
   Lease* find(PageId page);
+  bool is_newest(PageId page) const;
+  bool is_plain(PageId page) const;
   void ask(const Lease& lease);
   void give_back(const Lease& lease);
   void drop(const Lease& lease);

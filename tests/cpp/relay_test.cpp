@@ -39,7 +39,9 @@ struct OneMachine {
   };
 
   OneMachine(std::uint32_t ranks, std::uint32_t page_count, std::uint32_t frames)
-      : contents(frames), readers(ranks, std::vector<Reader>(page_count)) {
+      : contents(frames),
+        readers(ranks, std::vector<Reader>(page_count)),
+        due(page_count, Relay::kNotDue) {
     for (std::uint32_t rank = 0; rank < ranks; ++rank) pages.here.push_back(rank);
     pages.holders.assign(page_count, kHolder);
     pages.sources.assign(page_count, 0);
@@ -66,7 +68,8 @@ struct OneMachine {
     if (message.bytes == 0) {
       ++sent_on;
       for (std::uint32_t frame = 0; frame < contents.size(); ++frame) {
-        ASSERT_TRUE(users_of(frame) != 0 || is_expected(frame)) << "there was room";
+        const bool needed_first = due[contents[frame].page] <= due[message.what];
+        ASSERT_TRUE(users_of(frame) != 0 || is_expected(frame) || needed_first) << "there was room";
       }
       return;
     }
@@ -96,6 +99,13 @@ struct OneMachine {
     if (reader.waits || reader.frame) return;
     reader = {.ask = {.what = page, .count = writes, .step = step}, .waits = true};
     ASSERT_TRUE(relay->asked(rank, PageId{page}, step, writes));
+  }
+  bool expect(std::uint32_t page, std::int64_t step = 0, std::uint32_t writes = 0) {
+    return relay->expect(PageId{page}, step, writes);
+  }
+  void set_due(std::uint32_t page, std::uint64_t when) {
+    due[page] = when;
+    relay->set_due(PageId{page}, when);
   }
   // The holder has what was asked for, or newer.
   void grant(std::size_t which, std::int64_t newer = 0) {
@@ -132,6 +142,7 @@ struct OneMachine {
   PageRanks pages{};
   std::vector<Content> contents;             // by frame
   std::vector<std::vector<Reader>> readers;  // by rank and page
+  std::vector<std::uint64_t> due;            // by page
   std::deque<PeerMessage> asks;              // that the holder has still to answer
   std::uint64_t asked = 0, sent_on = 0;
   std::int64_t lent = 0;  // by the holder
@@ -141,7 +152,7 @@ struct OneMachine {
 TEST(Relay, AllReadWhatTheyAskedForAsItWas) {
   for_seeds(400, [](std::uint64_t seed) {
     std::mt19937_64 random(seed);
-    const auto ranks = static_cast<std::uint32_t>(2 + below(random, 3));
+    const auto ranks = static_cast<std::uint32_t>(1 + below(random, 4));
     const auto page_count = static_cast<std::uint32_t>(1 + below(random, 6));
     OneMachine machine(ranks, page_count, static_cast<std::uint32_t>(below(random, 7)));
     std::int64_t step = 1;
@@ -149,7 +160,7 @@ TEST(Relay, AllReadWhatTheyAskedForAsItWas) {
     for (int i = 0; i < 400 && !testing::Test::HasFailure(); ++i) {
       const auto rank = static_cast<std::uint32_t>(below(random, ranks));
       const auto page = static_cast<std::uint32_t>(below(random, page_count));
-      switch (below(random, 8)) {
+      switch (below(random, 10)) {
         case 0:
         case 1:
         case 2: {
@@ -168,6 +179,12 @@ TEST(Relay, AllReadWhatTheyAskedForAsItWas) {
         case 5:
         case 6:
           machine.give_back(rank, page);
+          break;
+        case 7:
+          machine.set_due(page, below(random, 3) == 0 ? Relay::kNotDue : below(random, 20));
+          break;
+        case 8:
+          machine.expect(page, step, writes);
           break;
         default:
           if (below(random, 10) == 0) ++step;
@@ -232,6 +249,75 @@ TEST(Relay, WhatOthersHaveStillToReadGoesLast) {
   EXPECT_EQ(machine.asked, before + 2);
   machine.read(0, 1, 1);
   EXPECT_EQ(machine.asked, before + 2);
+}
+
+TEST(Relay, WhatIsExpectedIsThereWhenItIsAskedFor) {
+  OneMachine machine(1, 2, 2);
+  ASSERT_TRUE(machine.expect(0, 3));
+  EXPECT_EQ(machine.asked, 1U);
+  EXPECT_FALSE(machine.relay->busy()) << "nobody waits for it";
+  machine.grant(0);
+  EXPECT_TRUE(machine.expect(0, 3)) << "once more";
+  machine.read(0, 0, 3);
+  EXPECT_EQ(machine.asked, 1U);
+}
+
+TEST(Relay, FewOfThoseThatAreExpectedAreOnTheirWayAtATime) {
+  OneMachine machine(1, 20, 20);
+  std::uint32_t page = 0;
+  while (machine.expect(page)) ASSERT_LT(++page, 20U);
+  machine.ask(0, 19, 0, 0);
+  EXPECT_EQ(machine.asked, page + 1) << "what is needed is asked for at once";
+  machine.grant(0);
+  EXPECT_TRUE(machine.expect(page));
+  EXPECT_FALSE(machine.expect(page + 1));
+  for (; page < 20; ++page) {
+    while (!machine.asks.empty()) machine.grant(0);
+    EXPECT_TRUE(machine.expect(page));
+  }
+  EXPECT_EQ(machine.asked, 20U);
+}
+
+TEST(Relay, AFrameGoesToWhatIsNeededFirst) {
+  OneMachine machine(1, 3, 2);
+  for (const std::uint32_t page : {0U, 1U, 2U}) machine.set_due(page, page);
+  EXPECT_TRUE(machine.expect(0) && machine.expect(1));
+  EXPECT_FALSE(machine.expect(2)) << "both are on their way";
+  while (!machine.asks.empty()) machine.grant(0);
+  EXPECT_FALSE(machine.expect(2)) << "both are needed first";
+  machine.read(0, 0);
+  machine.set_due(0, 3);
+  EXPECT_TRUE(machine.expect(2)) << "in the frame of page 0";
+  while (!machine.asks.empty()) machine.grant(0);
+  EXPECT_FALSE(machine.expect(0));
+  EXPECT_EQ(machine.sent_on, 0U);
+  machine.ask(0, 0, 0, 0);
+  EXPECT_EQ(machine.sent_on, 1U) << "it is needed now, and no copy makes room for it";
+  for (const std::uint32_t page : {1U, 2U}) machine.read(0, page);
+  EXPECT_EQ(machine.asked, 3U);
+  EXPECT_FALSE(machine.expect(0));
+  machine.set_due(1, Relay::kNotDue);
+  EXPECT_TRUE(machine.expect(0));
+}
+
+TEST(Relay, NothingIsExpectedWhereAnotherRankHasStillToRead) {
+  OneMachine machine(2, 2, 1);
+  machine.read(0, 0);
+  EXPECT_FALSE(machine.expect(1));
+  machine.read(1, 0);
+  EXPECT_TRUE(machine.expect(1));
+}
+
+// Or a page that may lag would do so as far as it may, step after step.
+TEST(Relay, ACopyServesForWhatItWasFetched) {
+  OneMachine machine(1, 1, 1);
+  machine.ask(0, 0, 1, 0);
+  machine.grant(0, 2);
+  machine.give_back(0, 0);
+  machine.read(0, 0, 1);
+  EXPECT_EQ(machine.asked, 1U);
+  machine.read(0, 0, 2);
+  EXPECT_EQ(machine.asked, 2U);
 }
 
 TEST(Relay, WhoFindsNoRoomIsSentOn) {

@@ -70,6 +70,22 @@ def test_a_machine_gets_parameters_once_and_sends_the_gradients_of_each_rank(tra
         assert crossing.bytes == pytest.approx(expected, rel=0.01)
 
 
+def test_what_relays_keep_comes_once(trace_path):
+    trace = load(trace_path).trace
+    nothing = [False] * len(trace.units)
+
+    def crosses(room):
+        return crossing_of(trace, nothing, Network(2, 2, 1e9, relay_bytes=room)).bytes
+
+    params = sum(unit.param_bytes for unit in trace.units)
+    passes = sum(trace.units[use.unit].param_bytes for use in trace.uses)
+    again = (passes - params) / 2  # what the other machine holds of it
+    assert again > 0
+    for part in (0.0, 0.5, 1.0, 2.0):
+        saved = crosses(0) - crosses(round(part * params / 2))
+        assert saved == pytest.approx(min(part, 1.0) * again, rel=0.01)
+
+
 def test_what_comes_as_codes_is_fewer_bytes(ask):
     speed = ("--ranks", "2", "--machines", "2", "--link", "1MB/s")
     exact, coded = ask(*speed)[0], ask(*speed, "--rank-gathers", "int8")[0]

@@ -93,6 +93,8 @@ class Forecast:
         """The same of one of several machines. `ranks` is all of them."""
         if self.simulation is None:
             return self
+        here = network.ranks // network.machines
+        network = replace(network, relay_bytes=here * self._relay_bytes())
         crossing = crossing_of(self.trace, self.plan.resident, network)
         gain = crossing.seconds / self.simulation.step_seconds - 1
         limited = self.limited
@@ -103,6 +105,13 @@ class Forecast:
                 "more tokens in a step, or fewer ranks on a machine would help"
             )
         return replace(self, crossing=crossing, limited=limited)
+
+    def _relay_bytes(self) -> int:
+        """Of this rank's host memory, for pages of other machines. Where the SSD has what finds no
+        room they have their part, else what is left of it."""
+        most = _core.relay_bytes_max(self.budgets.host_bytes)
+        host = self.plan.peaks["host"]
+        return most if self.written_bytes else min(most, max(0, host.budget - host.bytes))
 
     @property
     def refusal(self) -> str:

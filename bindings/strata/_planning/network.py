@@ -5,8 +5,9 @@
     crossing.seconds        # on its link; a step takes no less
 
 A machine gets what others hold of a unit once for each use of it, however many ranks it has: one
-of them relays it. What stays on the devices comes once, for it is updated between two steps. Each
-rank's gradient goes to who holds the unit, once, in the dtype of computation. Pages come ahead of
+of them relays it. What stays on the devices, or where it was relayed, comes once, for it is updated
+between two steps: of a pass back and forth, relays keep as much as they have room for. Each rank's
+gradient goes to who holds the unit, once, in the dtype of computation. Pages come ahead of
 their use and gradients leave beside the backward, so a step takes the longer of the two, the step
 without a network and the network.
 
@@ -36,6 +37,7 @@ class Network:
     ranks: int  # of all machines
     bytes_s: float  # of the link of a machine, each way
     rank_gathers: str = "exact"  # as strata.wrap() takes it
+    relay_bytes: int = 0  # of a machine: what pages of others have of its host memory
 
 
 @dataclass(frozen=True)
@@ -61,15 +63,22 @@ def crossing_of(trace: Trace, resident: Sequence[bool], network: Network) -> Cro
     """Of a step whose plan says which units stay on the device. `trace`: of one rank."""
     uses = Counter(use.unit for use in trace.uses)
     here = network.ranks // network.machines
-    comes = sent = least = 0
+    comes = again = passing = sent = least = 0
     for number, unit in enumerate(trace.units):
-        rests = unit.code_bytes or unit.param_bytes
+        rests = held = unit.code_bytes or unit.param_bytes
         if network.rank_gathers == "int8" and unit.grad_bytes >= rests == unit.param_bytes:
             rests = min(rests, round(unit.elements * CODED_BYTES))
         once, gradients = (rests, unit.param_bytes) if unit.grad_bytes else (0, 0)
-        comes += once if resident[number] else uses[number] * rests
+        if resident[number]:
+            comes += once
+        else:
+            comes += min(uses[number], 1) * rests
+            again += max(uses[number] - 1, 0) * rests
+            passing += held
         sent += here * gradients
         least += once + gradients
     # All chunks are shared out over all ranks alike.
     away = (network.machines - 1) / network.machines
+    kept = min(1.0, network.relay_bytes / (passing * away)) if passing else 1.0
+    comes += round((1 - kept) * again)
     return Crossing(network, round((comes + sent) * away), round(least * away))
