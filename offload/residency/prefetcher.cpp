@@ -242,12 +242,18 @@ std::size_t Prefetcher::rank(UnitId unit) const {
   return found != demanded_.end() || contains(wanted_, unit) ? place : place + 1;
 }
 
-bool Prefetcher::may_take(FrameId frame, std::size_t taker_rank) const {
+// Nobody needs what the frame holds, but perhaps computation that was submitted already.
+bool Prefetcher::gives_way(FrameId frame, std::size_t taker_rank) const {
   const PageId occupant = frames_.occupant(frame);
   if (occupant == kNoPage) return true;
   const UnitId unit = table_.unit(occupant);
   return !in_use(unit) && rank(unit) > taker_rank && !loads_.loading(occupant) &&
-         table_.copy(occupant, Tier::device).state == CopyState::valid && passed(unit);
+         table_.copy(occupant, Tier::device).state == CopyState::valid;
+}
+
+bool Prefetcher::may_take(FrameId frame, std::size_t taker_rank) const {
+  const PageId occupant = frames_.occupant(frame);
+  return gives_way(frame, taker_rank) && (occupant == kNoPage || passed(table_.unit(occupant)));
 }
 
 // The frame that the page occupies, by its copy there or by its load; kNoFrame: none.
@@ -261,6 +267,8 @@ FrameId Prefetcher::frame_for(PageId page) const {
   for (const FrameId frame : {frames_.planned(page), frames_.mapped(page)}) {
     const bool allowed = frame != kNoFrame && index(frame) < frames_.limit();
     if (allowed && may_take(frame, mine)) return frame;
+    // A caller who is ahead of the device waits for it: another frame would have to be mapped.
+    if (allowed && gives_way(frame, mine)) return kNoFrame;
   }
   if (mine >= demanded_.size()) return kNoFrame;  // nobody waits for it
   FrameId best = kNoFrame;

@@ -135,6 +135,7 @@ class Prefetcher final {
   bool write_back(UnitId unit);
   void drop_spoiled(UnitId unit);
   std::size_t rank(UnitId unit) const;
+  bool gives_way(FrameId frame, std::size_t taker_rank) const;
   bool may_take(FrameId frame, std::size_t taker_rank) const;
   FrameId frame_for(PageId page) const;
 

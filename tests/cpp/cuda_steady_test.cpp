@@ -81,27 +81,29 @@ TEST(CudaSteady, NorDoesAViewShowOtherFramesThanPlanned) {
       Session session(config, parts_over(driver, true));
       const CallersWork work(driver.table());
       fill(session);
-      // Computation goes on when the caller has waited for a unit for a while.
-      const auto use = [&](std::uint32_t unit, bool backward) {
-        std::atomic<bool> there = false;
-        const std::jthread device([&] {
-          std::this_thread::sleep_for(std::chrono::milliseconds(2));
-          if (!there) driver.let_go(work.stream());
-        });
-        session.enter(UnitId{unit}, backward, true, work.stream());
-        there = true;
-        driver.hold(work.stream());
-        session.leave(UnitId{unit}, work.stream());
-      };
-      const auto step = [&] {
-        driver.hold(work.stream());
-        for (std::uint32_t u = 0; u < kUnits; ++u) use(u, false);
-        for (std::uint32_t u = kUnits; u-- > 0;) use(u, true);
+      // Computation stops in the use `first`, and goes on when the caller has waited for a while.
+      const auto step = [&](std::uint32_t first) {
+        for (std::uint32_t use = 0; use < 2 * kUnits; ++use) {
+          const bool backward = use >= kUnits;
+          const UnitId unit{backward ? 2 * kUnits - 1 - use : use};
+          std::atomic<bool> there = false;
+          const std::jthread device([&] {
+            if (use > first) std::this_thread::sleep_for(std::chrono::milliseconds(2));
+            if (use > first && !there) driver.let_go(work.stream());
+          });
+          session.enter(unit, backward, true, work.stream());
+          there = true;
+          if (use == first) driver.hold(work.stream());
+          session.leave(unit, work.stream());
+        }
         driver.let_go(work.stream());
         session.step(session.config().groups, {});
       };
-      for (int i = 0; i < 3; ++i) step();
-      in_steady(driver, step);
+      for (int i = 0; i < 3; ++i) step(2 * kUnits);  // it does not stop
+      for (std::uint32_t first = 0; first < 2 * kUnits; ++first) {
+        SCOPED_TRACE(first);
+        in_steady(driver, [&] { step(first); });
+      }
     }
     EXPECT_EQ(driver.complaint() + driver.leaks(), "");
   }

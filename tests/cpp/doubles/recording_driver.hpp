@@ -208,7 +208,8 @@ class RecordingDriver final {
   int submit(CudaStream stream, Work work);
   bool runnable(const std::deque<Work>& stream) const;
   void run_one(std::deque<Work>& stream);
-  void run_some(std::uint64_t count);
+  bool run_some(std::uint64_t count);
+  void run_until(const std::function<bool()>& over);
   std::optional<Place> place(const std::byte* at, std::size_t bytes) const;
   void copy(std::byte* to, const std::byte* from, std::size_t bytes) const;
 

@@ -3,7 +3,9 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cstring>
+#include <thread>
 #include <utility>
 
 #include "doubles/recording_driver.hpp"
@@ -64,7 +66,7 @@ void RecordingDriver::fill_streams(CudaDriver& table) {
   table.stream_synchronize = [](void* self, CudaStream stream) {
     const Call driver(self);
     const int result = driver->enter("stream_synchronize", Kind::use);
-    while (!driver->streams_.at(stream).empty()) driver->run_some(1);
+    driver->run_until([&] { return driver->streams_.at(stream).empty(); });
     return result;
   };
   table.stream_wait = [](void* self, CudaStream stream, CudaEvent event) {
@@ -119,7 +121,7 @@ void RecordingDriver::fill_events(CudaDriver& table) {
     const Call driver(self);
     if (const int failed = driver->enter("event_synchronize", Kind::use)) return failed;
     const Event& state = driver->events_.at(event);
-    while (state.passed < state.recorded) driver->run_some(1);
+    driver->run_until([&] { return state.passed >= state.recorded; });
     return kCudaSuccess;
   };
 }
@@ -243,17 +245,29 @@ void RecordingDriver::let_go(CudaStream stream) {
   if (!options_.late) run_some(UINT64_MAX);
 }
 
-// Runs up to `count` pieces of work, each the first of a stream that is drawn.
-void RecordingDriver::run_some(std::uint64_t count) {
+// Where a stream is held, others may let it go.
+void RecordingDriver::run_until(const std::function<bool()>& over) {
+  while (!over()) {
+    if (run_some(1)) continue;
+    turn_.unlock();
+    std::this_thread::sleep_for(std::chrono::microseconds(100));
+    turn_.lock();
+  }
+}
+
+// Runs up to `count` pieces of work, each the first of a stream that is drawn. False: there is none
+// that can be run.
+bool RecordingDriver::run_some(std::uint64_t count) {
   for (; count > 0; --count) {
     std::vector<std::deque<Work>*> ready;
     for (auto& [stream, queue] : streams_) {
       const bool held = std::find(held_.begin(), held_.end(), stream) != held_.end();
       if (!held && runnable(queue)) ready.push_back(&queue);
     }
-    if (ready.empty()) return;
+    if (ready.empty()) return false;
     run_one(*ready[random_() % ready.size()]);
   }
+  return true;
 }
 
 std::optional<RecordingDriver::Place> RecordingDriver::place(const std::byte* at,
