@@ -73,7 +73,7 @@ struct Foundation final {
   // The other ranks, and what they hold. None: this one is alone.
   std::unique_ptr<Peers> peers;
   const PageRanks page_ranks;
-  std::optional<Relay> relay;  // there is one where page_ranks says that this rank relays
+  std::optional<Relay> relay;  // none: all ranks are of this machine
   std::optional<RemotePages> remote;
   std::optional<Whereabouts> whereabouts;
 

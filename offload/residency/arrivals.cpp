@@ -4,7 +4,8 @@
 
 namespace strata {
 
-void Arrivals::adopt(const FramePlan& plan, const DeviceFrames& frames, const Loads& loads) {
+void Arrivals::adopt(const FramePlan& plan, const DeviceFrames& frames) {
+  for (const Arrival& arrival : comes_) remote_.set_due(arrival.page, std::nullopt);
   comes_.clear();
   std::vector<PageId> occupants(plan.frames_used, kNoPage);
   std::vector<std::optional<std::size_t>> last(table_.page_count());
@@ -15,7 +16,7 @@ void Arrivals::adopt(const FramePlan& plan, const DeviceFrames& frames, const Lo
       PageId& occupant = occupants[index(places[i])];
       if (occupant == shown) continue;
       occupant = shown;
-      for (const PageId page : loads.sources(shown)) {
+      for (const PageId page : loads_.sources(shown)) {
         if (table_.tier(page) != Tier::remote) continue;
         std::optional<std::size_t>& before = last[index(page)];
         if (before) comes_[*before].again = comes_.size();
@@ -41,12 +42,17 @@ void Arrivals::pass(std::size_t use) {
   next_ = std::max(next_, passed_);
 }
 
-bool Arrivals::turn() {
+bool Arrivals::turn(std::size_t use) {
+  // The user has written since: what has come ahead of that serves nobody.
+  if (writes_ != remote_.writes() && pending()) next_ = passed_;
+  writes_ = remote_.writes();
   const std::size_t from = next_;
   for (; next_ < comes_.size(); ++next_) {
     const Arrival& arrival = comes_[next_];
-    // It may have stayed on the device since the last step.
-    const bool stays = arrival.first && table_.is_current(arrival.shown, Tier::device);
+    // It may have stayed on the device since the last step, or is on its way there.
+    const bool may_stay = arrival.first || arrival.use <= use;
+    const bool stays = may_stay && (table_.is_current(arrival.shown, Tier::device) ||
+                                    loads_.loading(arrival.shown));
     if (!stays && !remote_.expect(arrival.page)) break;
   }
   return next_ != from;

@@ -172,7 +172,7 @@ void Prefetcher::adopt(FramePlan plan) {
   plan_ = std::move(plan);
   cursor_ = plan_.uses.size() - 1;
   ++plans_;
-  if (arrivals_) arrivals_->adopt(plan_, frames_, loads_);
+  if (arrivals_) arrivals_->adopt(plan_, frames_);
   wanted_.clear();  // the old plan's wishes keep no frame
   unshown_.clear();
   for (std::uint32_t u = 0; u < unit_count(); ++u) {
@@ -341,7 +341,7 @@ bool Prefetcher::turn() {
   for (const UnitId unit : wanted_) moved |= load_unit(unit);
   moved |= loads_.start();
   // Behind what there is room for on the device.
-  return (arrivals_ && arrivals_->turn()) || moved;
+  return (arrivals_ && arrivals_->turn(cursor_ + plan_.lookahead)) || moved;
 }
 
 }  // namespace strata

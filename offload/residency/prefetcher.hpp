@@ -42,7 +42,7 @@ class Prefetcher final {
   Prefetcher(PageTable& table, PageCache& cache, CopyEngine& copies, DeviceFrames& frames,
              Loads& loads);
   // For pages that this rank relays, for good.
-  void connect(RemotePages& remote) { arrivals_.emplace(table_, remote); }
+  void connect(RemotePages& remote) { arrivals_.emplace(table_, loads_, remote); }
 
   // Pages under update: not loaded, and their unit is not ready, until unblocked.
   void block(PageId page);
@@ -100,7 +100,8 @@ class Prefetcher final {
   bool turn();
   // Somebody waits for pages, or will: the pump has something to do.
   bool wants_work() const {
-    return !demanded_.empty() || !wanted_.empty() || !unshown_.empty() || !loads_.empty();
+    return !demanded_.empty() || !wanted_.empty() || !unshown_.empty() || !loads_.empty() ||
+           (arrivals_ && arrivals_->pending());
   }
   // Nothing is being loaded, and computation has passed the units that were left.
   bool still() const;

@@ -42,7 +42,6 @@ std::vector<Relay::Loan>::iterator Relay::find(std::uint32_t rank, PageId page) 
 bool Relay::asked(std::uint32_t rank, PageId page, std::int64_t step, std::uint32_t writes) {
   if (!pages_.relays(page) || place_of(rank) == pages_.here.size()) return false;
   if (find(rank, page) != loans_.end()) return false;
-  note_step(step);
   loans_.push_back({.rank = rank, .page = page, .step = step, .writes = writes, .copy = kNone});
   if (!lend(loans_.back()) && !serve(loans_.back())) loans_.pop_back();
   return true;
@@ -50,20 +49,21 @@ bool Relay::asked(std::uint32_t rank, PageId page, std::int64_t step, std::uint3
 
 bool Relay::expect(PageId page, std::int64_t step, std::uint32_t writes) {
   STRATA_ASSERT(pages_.relays(page));
-  note_step(step);
   for (const std::uint32_t frame : frames_of_[index(page)]) {
     if (copies_[frame].asked >= step && copies_[frame].writes >= writes) return true;
   }
   if (ahead_ == kAheadMax) return false;
-  const std::uint32_t frame = find_room(page, true);
+  const Loan own{.rank = pages_.rank, .page = page, .step = step, .writes = writes};
+  const std::uint32_t frame = find_room(own, true);
   if (frame == kNone) return false;
-  ask(frame, {.rank = pages_.rank, .page = page, .step = step, .writes = writes}, true);
+  ask(frame, own, true);
   ++ahead_;
   return true;
 }
 
 void Relay::set_due(PageId page, std::uint64_t due) {
   dues_[index(page)] = due;
+  if (!std::exchange(has_dues_, true)) update_claims();
   for (const std::uint32_t frame : frames_of_[index(page)]) update_claim(frame);
 }
 
@@ -97,9 +97,10 @@ bool Relay::lend(Loan& loan) {
 bool Relay::serve(Loan& loan) {
   STRATA_ASSERT(loan.copy == kNone);
   for (const std::uint32_t frame : frames_of_[index(loan.page)]) {
-    if (!copies_[frame].there && copies_[frame].writes == loan.writes) return true;
+    const Copy& copy = copies_[frame];
+    if (!copy.there && copy.asked <= loan.step && copy.writes == loan.writes) return true;
   }
-  const std::uint32_t frame = find_room(loan.page, false);
+  const std::uint32_t frame = find_room(loan, false);
   if (frame != kNone) {
     ask(frame, loan, false);
     return true;
@@ -108,19 +109,19 @@ bool Relay::serve(Loan& loan) {
   return false;
 }
 
-// Some rank of this machine has still to ask for it, as far as is known.
+// Some rank of this machine has still to ask for it, as far as is known. What this one needs its
+// plan tells, where it has one.
 bool Relay::is_wanted(const Copy& copy) const {
-  if (copy.asked < newest_) return false;
+  if (copy.asked < oldest_) return false;
   for (std::size_t i = 0; i < gone_.size(); ++i) {
-    if (!gone_[i] && !copy.had[i]) return true;
+    const bool known = pages_.here[i] == pages_.rank && has_dues_;
+    if (!known && !gone_[i] && !copy.had[i]) return true;
   }
   return false;
 }
 
-// With a new step nobody wants what was fetched for older ones.
-void Relay::note_step(std::int64_t step) {
-  if (step <= newest_) return;
-  newest_ = step;
+void Relay::set_oldest(std::int64_t step) {
+  oldest_ = step;
   update_claims();
 }
 
@@ -137,7 +138,7 @@ void Relay::update_claim(std::uint32_t frame) {
   if (copy.page == kNoPage) {
     claim = Claim(kFree, 0, 0, frame);
   } else if (copy.there && copy.users == 0) {
-    const std::uint64_t due = copy.asked < newest_ ? kNotDue : dues_[index(copy.page)];
+    const std::uint64_t due = copy.asked < oldest_ ? kNotDue : dues_[index(copy.page)];
     claim = Claim(is_wanted(copy) ? kWanted : kLeft, kNotDue - due, copy.last_use, frame);
   }
   if (claim) claims_.insert(*claim);
@@ -145,15 +146,17 @@ void Relay::update_claim(std::uint32_t frame) {
 
 // That of an old copy of the page, or another one by Note [Whose frame goes]. None: all are read,
 // on their way, or needed before the page.
-std::uint32_t Relay::find_room(PageId page, bool expected) const {
-  for (const std::uint32_t frame : frames_of_[index(page)]) {
+std::uint32_t Relay::find_room(const Loan& loan, bool expected) const {
+  for (const std::uint32_t frame : frames_of_[index(loan.page)]) {
     if (claim_of_[frame]) return frame;
   }
+  // Another rank needs it now.
+  const std::uint64_t needed = loan.rank == pages_.rank ? dues_[index(loan.page)] : 0;
   const auto goes = [&](Class from) {
     const auto first = claims_.lower_bound(Claim(from, 0, 0, 0));
     if (first == claims_.end()) return kNone;
     const std::uint64_t due = kNotDue - std::get<1>(*first);
-    const bool later = due == kNotDue || due > dues_[index(page)];
+    const bool later = due == kNotDue || due > needed;
     const bool wanted = std::get<0>(*first) == kWanted;
     return later && !(expected && wanted) ? std::get<3>(*first) : kNone;
   };

@@ -33,10 +33,9 @@
 // Who asks waits for the holder, as if he had asked it himself, and for nobody else: the relay
 // needs neither its Python nor a frame of the device. It never waits for a frame of its room. Where
 // all of them are read, or expected, who asks is sent on to the holder, and the page crosses for
-// him alone. He waits for a page that was asked for by another rank only where both have written as
-// often. (A holder may have to write first, as its Python does, for one of them and not for the
-// other.) The other one may have asked for a newer step: that is published by then, or will be by
-// updates that wait for no rank.
+// him alone. He waits for a page that was asked for before only where that was for no newer step,
+// and both have written as often: what a holder publishes, or writes, may wait for its Python, for
+// one of them and not for the other.
 #pragma once
 
 #include <cstddef>
@@ -93,6 +92,8 @@ class Relay final {
   bool asked(std::uint32_t rank, PageId page, std::int64_t step, std::uint32_t writes);
   // This rank will ask for that. False: not now. REQUIRES: it relays the page.
   bool expect(PageId page, std::int64_t step, std::uint32_t writes);
+  // Nobody needs from here on what was asked for older steps.
+  void set_oldest(std::int64_t step);
   // Pages that this rank needs earlier have smaller ones.
   void set_due(PageId page, std::uint64_t due);
   bool given_back(std::uint32_t rank, PageId page);
@@ -136,10 +137,9 @@ class Relay final {
   bool lend(Loan& loan);
   bool serve(Loan& loan);
   bool is_wanted(const Copy& copy) const;
-  void note_step(std::int64_t step);
   void update_claim(std::uint32_t frame);
   void update_claims();
-  std::uint32_t find_room(PageId page, bool expected) const;
+  std::uint32_t find_room(const Loan& loan, bool expected) const;
   void ask(std::uint32_t frame, const Loan& loan, bool ahead);
 
   const RelayRoom room_;
@@ -152,7 +152,8 @@ class Relay final {
   std::vector<Loan> loans_;                            // in the order in which they were asked for
   std::vector<bool> gone_;           // by rank of this machine: it asks for nothing more
   std::vector<std::uint64_t> dues_;  // by page
-  std::int64_t newest_ = 0;          // step that was asked for
+  bool has_dues_ = false;            // else any page may be needed
+  std::int64_t oldest_ = 0;          // step that is asked for
   std::uint32_t ahead_ = 0;          // pages on their way
   std::uint64_t use_ = 0;
 };

@@ -35,7 +35,7 @@ bool RemotePages::is_plain(PageId page) const {
 }
 
 bool RemotePages::expect(PageId page) {
-  if (holds_ != 0) return false;
+  if (holds_ != 0 || newest_) return false;  // what is newest is asked for when it is needed
   const bool at_holder = pages_.comes_coded(page) && is_plain(page);
   if (!pages_.relays(page) || at_holder) return true;
   return relay_->expect(page, is_newest(page) ? step_ : oldest_, writes_);
@@ -92,6 +92,7 @@ void RemotePages::ask(const Lease& lease) {
 void RemotePages::set_step(std::int64_t step, std::uint32_t staleness) {
   step_ = step;
   oldest_ = step - std::int64_t{staleness};
+  if (relay_ != nullptr) relay_->set_oldest(oldest_);
   newest_ = false;
   exact_ = exact_next_;
 }

@@ -2,6 +2,9 @@
 // where another cannot be reached.
 #include <gtest/gtest.h>
 
+#include <array>
+#include <numeric>
+
 #include "rank_training.hpp"
 
 namespace strata {
@@ -137,7 +140,7 @@ TEST(Machines, PagesComeAheadOfRoomOnTheDevice) {
 // while unit 2 crosses, for which the device has no room yet.
 TEST(Machines, WhatIsNeededComesBeforeWhatIsExpected) {
   constexpr std::uint32_t kRanks = 2;
-  Cluster machines(kRanks, Hosts::one_each, {.latency = {}, .bytes_s = 5e6});
+  Cluster machines(kRanks, Hosts::one_each, {.latency = {}, .bytes_s = 4e6});
   std::barrier all(std::ptrdiff_t{kRanks});
   on_ranks(kRanks, [&](std::uint32_t rank) {
     Config config = roomy();
@@ -154,9 +157,22 @@ TEST(Machines, WhatIsNeededComesBeforeWhatIsExpected) {
       session->enter(UnitId{0}, false);
       session->leave(UnitId{0});
       session->enter(UnitId{1}, false);
-      const std::uint64_t before = machines.wires().pieces(kPage);
+      const std::uint64_t before = machines.wires().pieces(kPage, 1, 0);
       session->enter(UnitId{3}, false);
-      EXPECT_LT(machines.wires().pieces(kPage) - before, 25U);
+      const std::uint64_t then = machines.wires().pieces(kPage, 1, 0);
+      EXPECT_LT(then - before, 15U);
+      // By then a part of unit 2 had come, but not all of it.
+      const Layout layout = session->residence().layout;
+      const Ownership owns = share_chunks(layout, 0, kRanks);
+      std::array<std::uint64_t, kUnits> comes{};  // by unit: pages
+      for (std::uint32_t u = 0; u < kUnits; ++u) {
+        for (const PageId page : layout.units[u].pages) {
+          comes[u] += owns.mine(layout.chunk_of[index(page)]) ? 0 : 1;
+        }
+      }
+      const std::uint64_t all = std::accumulate(comes.begin(), comes.end(), std::uint64_t{0});
+      EXPECT_GT(then, all + comes[0] + comes[1] + comes[3]) << "the first step's, and this one's";
+      EXPECT_LT(then, 2 * all);
       session->leave(UnitId{3});
       session->leave(UnitId{1});
     }

@@ -68,8 +68,9 @@ struct OneMachine {
     if (message.bytes == 0) {
       ++sent_on;
       for (std::uint32_t frame = 0; frame < contents.size(); ++frame) {
-        const bool needed_first = due[contents[frame].page] <= due[message.what];
-        ASSERT_TRUE(users_of(frame) != 0 || is_expected(frame) || needed_first) << "there was room";
+        const std::uint64_t when = due[contents[frame].page];
+        const bool due_first = when != Relay::kNotDue && when <= (to == 0 ? due[message.what] : 0);
+        ASSERT_TRUE(users_of(frame) != 0 || is_expected(frame) || due_first) << "there was room";
       }
       return;
     }
@@ -217,11 +218,25 @@ TEST(Relay, APageCrossesOnceHoweverFarApartRanksAre) {
 
 TEST(Relay, TwoThatWaitForAPageGetTheSame) {
   OneMachine machine(2, 1, 3);
-  machine.ask(0, 0, 4, 1);
+  machine.ask(0, 0, 3, 1);
   machine.ask(1, 0, 3, 1);
   EXPECT_EQ(machine.asked, 1U);
   machine.grant(0);
   EXPECT_TRUE(machine.readers[0][0].frame && machine.readers[1][0].frame);
+}
+
+// The holder may publish what is newer only when its Python ends the step, which waits for him.
+TEST(Relay, WhoMayReadWhatIsOlderDoesNotWaitForWhatIsNewer) {
+  OneMachine machine(2, 2, 3);
+  machine.ask(1, 0, 4, 0);
+  machine.ask(0, 0, 3, 0);
+  ASSERT_TRUE(machine.expect(1, 4));
+  machine.ask(0, 1, 3, 0);
+  ASSERT_EQ(machine.asks.size(), 3U);
+  machine.grant(1);
+  EXPECT_TRUE(machine.readers[0][0].frame);
+  EXPECT_TRUE(machine.readers[1][0].waits);
+  EXPECT_EQ(machine.sent_on, 1U) << "no frame is left";
 }
 
 // The holder writes when its Python does; until then the other one reads what was there before.
@@ -244,6 +259,7 @@ TEST(Relay, WhatOthersHaveStillToReadGoesLast) {
   machine.read(0, 0);
   EXPECT_EQ(machine.asked, before);
   // Of a former step nobody wants any.
+  machine.relay->set_oldest(1);
   machine.read(1, 1, 1);
   machine.read(1, 2, 1);
   EXPECT_EQ(machine.asked, before + 2);
@@ -298,6 +314,27 @@ TEST(Relay, AFrameGoesToWhatIsNeededFirst) {
   EXPECT_FALSE(machine.expect(0));
   machine.set_due(1, Relay::kNotDue);
   EXPECT_TRUE(machine.expect(0));
+}
+
+TEST(Relay, WhatIsNotNeededAfterAllMakesRoom) {
+  OneMachine machine(1, 3, 1);
+  machine.set_due(0, 0);
+  machine.set_due(1, 1);
+  EXPECT_TRUE(machine.expect(0));
+  machine.grant(0);
+  EXPECT_FALSE(machine.expect(1));
+  machine.set_due(0, Relay::kNotDue);  // its use was left out
+  EXPECT_TRUE(machine.expect(1));
+}
+
+// What one unit asks for newer makes no copy of others too old, nor less due.
+TEST(Relay, OnePageThatIsExactLeavesOthersDue) {
+  OneMachine machine(1, 3, 2);
+  for (const std::uint32_t page : {0U, 1U, 2U}) machine.set_due(page, page);
+  EXPECT_TRUE(machine.expect(0, 3));
+  machine.grant(0);
+  machine.read(0, 1, 5);
+  EXPECT_FALSE(machine.expect(2, 3)) << "both are needed first";
 }
 
 TEST(Relay, NothingIsExpectedWhereAnotherRankHasStillToRead) {

@@ -65,7 +65,13 @@ class WireLoopback final {
   // Pieces of that size that went from a rank of one machine to one of another.
   std::uint64_t pieces(std::size_t bytes) {
     const std::lock_guard lock(mutex_);
-    return pieces_[bytes];
+    std::uint64_t all = 0;
+    for (auto& [way, by_size] : pieces_) all += by_size[bytes];
+    return all;
+  }
+  std::uint64_t pieces(std::size_t bytes, std::uint32_t from, std::uint32_t to) {
+    const std::lock_guard lock(mutex_);
+    return pieces_[{from, to}][bytes];
   }
 
  private:
@@ -128,7 +134,7 @@ class WireLoopback final {
         std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds));
     way.free = std::max(way.free, Clock::now()) + takes;
     sent.comes = way.free + options_.latency;
-    ++pieces_[piece.size()];
+    ++pieces_[{from, to}][piece.size()];
     way.pieces.push_back(std::move(sent));
     changed_.notify_all();
   }
@@ -160,7 +166,8 @@ class WireLoopback final {
   std::map<std::pair<std::uint32_t, std::uint32_t>, Way> ways_;  // from, to
   std::vector<bool> cut_;
   std::map<std::uint32_t, std::size_t> changes_;  // by sender
-  std::map<std::size_t, std::uint64_t> pieces_;   // by size
+  // By way, and by size.
+  std::map<std::pair<std::uint32_t, std::uint32_t>, std::map<std::size_t, std::uint64_t>> pieces_;
   std::uint64_t operations_ = 0, fails_at_ = 0;
 };
 
