@@ -263,7 +263,7 @@ void act(User& user, Prefetcher& prefetcher, std::mt19937_64& random, std::uint3
       user.state = User::State::waiting;
       return;
     case User::State::waiting:
-      if (!prefetcher.ready(user.unit)) return;
+      if (!prefetcher.ready(user.unit)) return prefetcher.demand(user.unit);
       prefetcher.begin_use(user.unit);
       user.state = User::State::using_it;
       user.turns_left = static_cast<int>(random() % 4);
