@@ -170,9 +170,9 @@ TEST(Machines, WhatIsNeededComesBeforeWhatIsExpected) {
           comes[u] += owns.mine(layout.chunk_of[index(page)]) ? 0 : 1;
         }
       }
-      const std::uint64_t all = std::accumulate(comes.begin(), comes.end(), std::uint64_t{0});
-      EXPECT_GT(then, all + comes[0] + comes[1] + comes[3]) << "the first step's, and this one's";
-      EXPECT_LT(then, 2 * all);
+      const std::uint64_t whole = std::accumulate(comes.begin(), comes.end(), std::uint64_t{0});
+      EXPECT_GT(then, whole + comes[0] + comes[1] + comes[3]) << "the first step's, and this one's";
+      EXPECT_LT(then, 2 * whole);
       session->leave(UnitId{3});
       session->leave(UnitId{1});
     }
