@@ -144,7 +144,7 @@ TEST(Machines, WhatIsNeededComesBeforeWhatIsExpected) {
   std::barrier all(std::ptrdiff_t{kRanks});
   on_ranks(kRanks, [&](std::uint32_t rank) {
     Config config = roomy();
-    for (const std::uint32_t large : {3, 5}) config.params[large].numel = 2'000'000;
+    for (const std::uint32_t large : {3U, 5U}) config.params[large].numel = 2'000'000;
     config.device_bytes = 80 * kPage;
     config.host_bytes *= 4;
     const auto session = machines.open(rank, config);
