@@ -50,7 +50,7 @@ bool Arrivals::turn(std::size_t use) {
   for (; next_ < comes_.size(); ++next_) {
     const Arrival& arrival = comes_[next_];
     // It may have stayed on the device since the last step, or is on its way there.
-    const bool may_stay = arrival.first || arrival.use <= use;
+    const bool may_stay = arrival.first || arrival.use < use;
     const bool stays = may_stay && (table_.is_current(arrival.shown, Tier::device) ||
                                     loads_.loading(arrival.shown));
     if (!stays && !remote_.expect(arrival.page)) break;

@@ -39,8 +39,8 @@ class Arrivals final {
   void stop() { next_ = comes_.size(); }
   // Something is still to be asked for.
   bool pending() const { return next_ < comes_.size(); }
-  // True when anything was asked for. Loads ask for what uses up to this one need, where the device
-  // has room for it.
+  // True when anything was asked for. Loads ask for what uses before this one need, where the
+  // device has room for it.
   bool turn(std::size_t use);
 
  private:

@@ -266,9 +266,8 @@ FrameId Prefetcher::frame_for(PageId page) const {
   const std::size_t mine = rank(table_.unit(page));
   for (const FrameId frame : {frames_.planned(page), frames_.mapped(page)}) {
     const bool allowed = frame != kNoFrame && index(frame) < frames_.limit();
-    if (allowed && may_take(frame, mine)) return frame;
     // A caller who is ahead of the device waits for it: another frame would have to be mapped.
-    if (allowed && gives_way(frame, mine)) return kNoFrame;
+    if (allowed && gives_way(frame, mine)) return may_take(frame, mine) ? frame : kNoFrame;
   }
   if (mine >= demanded_.size()) return kNoFrame;  // nobody waits for it
   FrameId best = kNoFrame;
@@ -341,7 +340,8 @@ bool Prefetcher::turn() {
   for (const UnitId unit : wanted_) moved |= load_unit(unit);
   moved |= loads_.start();
   // Behind what there is room for on the device.
-  return (arrivals_ && arrivals_->turn(cursor_ + plan_.lookahead)) || moved;
+  if (!arrivals_ || !arrivals_->pending()) return moved;
+  return arrivals_->turn((cursor_ + 1) % plan_.uses.size() + plan_.lookahead) || moved;
 }
 
 }  // namespace strata

@@ -169,12 +169,9 @@ void Relay::ask(std::uint32_t frame, const Loan& loan, bool ahead) {
   if (copy.page != kNoPage) std::erase(frames_of_[index(copy.page)], frame);
   frames_of_[index(loan.page)].push_back(frame);
   copy = {.page = loan.page,
-          .there = false,
           .ahead = ahead,
           .asked = loan.step,
-          .step = loan.step,
           .writes = loan.writes,
-          .users = 0,
           .last_use = ++use_,
           .had = std::vector<bool>(pages_.here.size(), false)};
   update_claim(frame);

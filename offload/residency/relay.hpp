@@ -113,7 +113,7 @@ class Relay final {
     bool there = false;      // else it was asked for, ...
     bool ahead = false;      // ... ahead of its need
     std::int64_t asked = 0;  // step
-    std::int64_t step = 0;   // that it has
+    std::int64_t step = 0;   // that it has, once it is there
     std::uint32_t writes = 0;
     std::uint32_t users = 0;
     std::uint64_t last_use = 0;

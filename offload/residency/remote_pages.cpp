@@ -34,10 +34,13 @@ bool RemotePages::is_plain(PageId page) const {
   return at_holders_ || std::find(plain_.begin(), plain_.end(), table_.unit(page)) != plain_.end();
 }
 
+bool RemotePages::is_read_at_holder(PageId page) const {
+  return at_holders_ || (pages_.comes_coded(page) && is_plain(page));
+}
+
 bool RemotePages::expect(PageId page) {
   if (holds_ != 0 || newest_) return false;  // what is newest is asked for when it is needed
-  const bool at_holder = pages_.comes_coded(page) && is_plain(page);
-  if (!pages_.relays(page) || at_holder) return true;
+  if (!pages_.relays(page) || is_read_at_holder(page)) return true;
   return relay_->expect(page, is_newest(page) ? step_ : oldest_, writes_);
 }
 
@@ -47,9 +50,8 @@ void RemotePages::set_due(PageId page, std::optional<std::uint64_t> due) {
 
 std::byte* RemotePages::open(PageId page) {
   Lease* lease = find(page);
-  const bool newest = is_newest(page), plain = is_plain(page);
-  const bool coded = pages_.comes_coded(page) && !plain;
-  const bool at_holder = at_holders_ || (pages_.comes_coded(page) && plain);
+  const bool newest = is_newest(page), at_holder = is_read_at_holder(page);
+  const bool coded = pages_.comes_coded(page) && !is_plain(page);
   const std::uint32_t source =
       at_holder ? pages_.holders[index(page)] : pages_.sources[index(page)];
   if (lease != nullptr && lease->bytes != nullptr &&

@@ -149,6 +149,7 @@ class RemotePages final {
   Lease* find(PageId page);
   bool is_newest(PageId page) const;
   bool is_plain(PageId page) const;
+  bool is_read_at_holder(PageId page) const;
   void ask(const Lease& lease);
   void give_back(const Lease& lease);
   void drop(const Lease& lease);
