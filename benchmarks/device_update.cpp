@@ -4,13 +4,16 @@
 //
 //   device_update [--device host|cuda:N] [--params N] [--turns N]
 #include <algorithm>
+#include <bit>
 #include <chrono>
+#include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <exception>
 #include <memory>
 #include <optional>
+#include <random>
 #include <string>
 #include <vector>
 
@@ -32,7 +35,6 @@ constexpr std::size_t kPage = 4 * kMiB;
 constexpr std::size_t kSpan = 2 * kMiB;  // elements behind one page of 16-bit parameters
 // Parameter, residual, two moments, gradient.
 constexpr std::size_t kSizes[] = {2, 2, 4, 4, 2};
-constexpr std::size_t kHeld = 14;
 constexpr double kMoved = 2.0 * 12.0 + 2.0;  // all but the gradient goes both ways
 
 struct Options {
@@ -45,37 +47,78 @@ void check(std::optional<Error> error) {
   if (error) throw StrataError(*error);
 }
 
-// Frames of a device from end to end, all zero: frame i lies i pages behind the first.
-std::byte* claim_zeros(Device& device, std::size_t bytes) {
-  const std::size_t pages = ceil_div(bytes, kPage);
-  check(device.memory->claim(pages, kPage));
-  const Slab zeros(kPage);
-  for (std::size_t page = 0; page < pages; ++page) {
-    const FrameId frame{static_cast<std::uint32_t>(page)};
-    std::byte* const at = device.memory->address(frame);
-    STRATA_ASSERT(at == device.memory->address(FrameId{0}) + page * kPage);
-    check(device.copies->wait(device.copies->copy(
-        {.to = at, .from = zeros.bytes().data(), .bytes = kPage, .stream = CopyStream::pages_in})));
-  }
-  return device.memory->address(FrameId{0});
+// Values as training has them, for a kernel need not take as long with zeros: divisions and roots
+// have paths of their own for those.
+template <class T>
+void fill(const Slab& page, T (*value)(std::uint32_t drawn)) {
+  std::mt19937 draw;
+  T* const values = reinterpret_cast<T*>(page.bytes().data());
+  for (std::size_t i = 0; i < kPage / sizeof(T); ++i)
+    values[i] = value(static_cast<std::uint32_t>(draw()));
 }
 
-std::vector<UpdateSpan> spans_over(std::byte* memory, std::size_t count, const Hyper& hyper) {
-  std::byte* streams[std::size(kSizes)];
-  for (std::size_t i = 0; i < std::size(kSizes); ++i) {
-    streams[i] = memory;
-    memory += count * kSizes[i];
+float between(float least, float most, std::uint32_t drawn) {
+  return least + (most - least) * static_cast<float>(drawn % 0x10000) / 0x10000;
+}
+
+std::uint16_t upper_half(float value) {
+  return static_cast<std::uint16_t>(std::bit_cast<std::uint32_t>(value) >> 16);
+}
+
+// The five streams, each from its own page on: frame i lies i pages behind the first.
+class Streams {
+ public:
+  Streams(Device& device, std::size_t count) : device_(device) {
+    std::size_t pages = 0;
+    for (const std::size_t size : kSizes) pages += ceil_div(count * size, kPage);
+    check(device.memory->claim(pages, kPage));
+    const Slab page(kPage);
+    fill<std::uint16_t>(page, [](std::uint32_t bits) { return upper_half(between(-1, 1, bits)); });
+    copy(page, count, 0);
+    fill<std::uint16_t>(page, [](std::uint32_t bits) { return std::uint16_t(bits); });
+    copy(page, count, 1);
+    fill<float>(page, [](std::uint32_t bits) { return between(-1e-3f, 1e-3f, bits); });
+    copy(page, count, 2);
+    fill<float>(page, [](std::uint32_t bits) { return between(1e-9f, 1e-6f, bits); });
+    copy(page, count, 3);
+    fill<std::uint16_t>(
+        page, [](std::uint32_t bits) { return upper_half(between(-1e-2f, 1e-2f, bits)); });
+    copy(page, count, 4);
   }
+
+  std::byte* at(std::size_t stream, std::size_t element) const {
+    return begins_[stream] + element * kSizes[stream];
+  }
+
+ private:
+  // One page, again and again.
+  void copy(const Slab& page, std::size_t count, std::size_t stream) {
+    begins_[stream] = device_.memory->address(FrameId{next_});
+    for (std::size_t i = 0; i < ceil_div(count * kSizes[stream], kPage); ++i, ++next_) {
+      std::byte* const to = device_.memory->address(FrameId{next_});
+      STRATA_ASSERT(to == begins_[stream] + i * kPage);
+      check(device_.copies->wait(device_.copies->copy({.to = to,
+                                                       .from = page.bytes().data(),
+                                                       .bytes = kPage,
+                                                       .stream = CopyStream::pages_in})));
+    }
+  }
+
+  Device& device_;
+  std::uint32_t next_ = 0;
+  std::byte* begins_[std::size(kSizes)] = {};
+};
+
+std::vector<UpdateSpan> spans_over(const Streams& streams, std::size_t count, const Hyper& hyper) {
   std::vector<UpdateSpan> spans;
   for (std::size_t first = 0; first < count; first += kSpan) {
-    const auto at = [&](std::size_t stream) { return streams[stream] + first * kSizes[stream]; };
     spans.push_back({.count = std::min(kSpan, count - first),
-                     .param = at(0),
-                     .new_param = at(0),
-                     .master = at(1),
-                     .moment1 = at(2),
-                     .moment2 = at(3),
-                     .grad = at(4),
+                     .param = streams.at(0, first),
+                     .new_param = streams.at(0, first),
+                     .master = streams.at(1, first),
+                     .moment1 = streams.at(2, first),
+                     .moment2 = streams.at(3, first),
+                     .grad = streams.at(4, first),
                      .hyper = &hyper,
                      .step = 10,
                      .first = first});
@@ -114,8 +157,8 @@ void measure(const Options& options) {
     device = host_device(&bell);
   }
   const Hyper hyper{.lr = 1e-5, .weight_decay = 0.1};
-  std::byte* const memory = claim_zeros(device, options.params * kHeld);
-  const std::vector<UpdateSpan> spans = spans_over(memory, options.params, hyper);
+  const Streams streams(device, options.params);
+  const std::vector<UpdateSpan> spans = spans_over(streams, options.params, hyper);
   seconds_of_update(*device.copies, *kernels, spans);  // the first one touches everything
   std::vector<double> rates;
   for (std::size_t turn = 0; turn < options.turns; ++turn) {

@@ -55,6 +55,7 @@ template <class V, Dtype kTo, Dtype kFrom, GradMode kMode, class Older = Gradien
           class From = Gradient<V, kFrom>>
 struct Landing {
   using F = typename V::F;
+  static constexpr bool kAdds = kMode == GradMode::add;
   static constexpr std::size_t kVectors = kNormLanes / V::kLanes;
   static constexpr std::size_t kPrefetched = 32;  // elements, at a time
   static constexpr std::size_t kAhead = 1024;
@@ -100,19 +101,21 @@ struct Landing {
   // The two halves of it: what the destination is to hold, and that it does.
   template <class Lanes>
   STRATA_DEVICE_CODE F read(std::size_t at, Lanes lanes) const {
-    if constexpr (kMode == GradMode::add) {
-      return rounded_to<V, kTo>(V::one_nan(from.added_to(older.load(at, lanes), at, lanes)));
+    if constexpr (kAdds) {
+      return rounded(from.added_to(older.load(at, lanes), at, lanes));
     } else {
       return from.load(at, lanes);
     }
   }
+  // What a sum is where it lands.
+  STRATA_DEVICE_CODE static F rounded(F sum) { return rounded_to<V, kTo>(V::one_nan(sum)); }
   template <class Lanes>
   STRATA_DEVICE_CODE void write(std::size_t at, F value, Lanes lanes) const {
     if constexpr (kMode == GradMode::stay) {
       return;
     } else if constexpr (kTo == Dtype::float32) {
       V::store(static_cast<float*>(to) + at, value, lanes);
-    } else if constexpr (kMode == GradMode::add) {
+    } else if constexpr (kAdds) {
       auto* const halves = static_cast<std::uint16_t*>(to) + at;
       if constexpr (kTo == Dtype::float16) {
         V::store(halves, V::to_float16(value), lanes);

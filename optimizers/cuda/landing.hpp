@@ -36,14 +36,23 @@ STRATA_DEVICE_CODE void run_landing(const LandSpan& span, std::size_t block, Gro
   const std::size_t count = left < kNormBlock ? left : kNormBlock;
   LandingShared& shared = group.shared();
   constexpr std::size_t kRows = 8;
-  // 1. Land, some rows of threads at a time: nothing is written before all of them are read.
+  // 1. Land, some rows of threads at a time: nothing is written, and nothing computed, before all
+  // of them are read. Beyond the end, the last element is read.
   group.each([&](std::size_t thread) {
     const Form landing{span.to, {span.from}, {{span.to}, span.of_older}};
     for (std::size_t row = thread; row < count; row += kRows * kTileThreads) {
-      float values[kRows] = {};
+      float values[kRows];
+      float older[kRows] = {};
       for (std::size_t k = 0; k < kRows; ++k) {
-        const std::size_t i = row + k * kTileThreads;
-        if (i < count) values[k] = landing.read(begin + i, Vec1::All{});
+        const std::size_t wanted = row + k * kTileThreads;
+        const std::size_t at = begin + (wanted < count ? wanted : count - 1);
+        values[k] = landing.from.load(at, Vec1::All{});
+        if constexpr (Form::kAdds) older[k] = landing.older.stored.load(at, Vec1::All{});
+      }
+      if constexpr (Form::kAdds) {
+        for (std::size_t k = 0; k < kRows; ++k) {
+          values[k] = Form::rounded(Vec1::add(landing.older.scaled(older[k]), values[k]));
+        }
       }
       for (std::size_t k = 0; k < kRows; ++k) {
         const std::size_t i = row + k * kTileThreads;

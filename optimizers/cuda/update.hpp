@@ -62,18 +62,20 @@ class UpdateShare {
   STRATA_DEVICE_CODE void compute(const Task& task, std::size_t block, std::size_t lane) {
     const typename Form::Master master(task.span.param, task.span.new_param, task.span.master);
     const typename Form::Grad grad{{task.span.grad}, task.span.scaling};
-    // All loads come before any of the arithmetic, to be under way together.
-    float grads[kElements] = {};
+    // All loads come before any of the arithmetic and of the branches, to be under way together:
+    // beyond the end of the span, its last element is read, and nothing is written.
+    const std::size_t last = task.span.count - 1;
+    float grads[kElements];
     for (std::size_t k = 0; k < kElements; ++k) {
-      const std::size_t at = element(block, lane, k);
-      if (at >= task.span.count) continue;
+      const std::size_t wanted = element(block, lane, k);
+      const std::size_t at = wanted < last ? wanted : last;
       param_[k] = master.load(at, Vec1::All{});
-      grads[k] = grad.load(at, Vec1::All{});
+      grads[k] = grad.stored.load(at, Vec1::All{});
       if constexpr (kMoments >= 1) moments_[0][k] = load<0>(task.span, at);
       if constexpr (kMoments >= 2) moments_[1][k] = load<1>(task.span, at);
     }
     for (std::size_t k = 0; k < kElements; ++k) {
-      task.math(grads[k], param_[k], moments_[0][k], moments_[1][k]);
+      task.math(grad.scaled(grads[k]), param_[k], moments_[0][k], moments_[1][k]);
     }
     if constexpr (kMeets) {
       largest_[0] = largest_[1] = 0;
