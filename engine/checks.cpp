@@ -79,11 +79,13 @@ void check_param_spec(const Config& config, const ParamSpec& param) {
   if (index(param.unit) >= config.units.size()) refuse(param.name + " is in a unit without a name");
   if (param.group >= config.groups.size()) refuse(param.name + " is in a group that is not there");
   if (param.stored) check_codes(param);
-  if (param.stored && config.ranks > 1 && config.device != "host") {
-    refuse(
-        param.name +
-        " is to rest as codes, and several ranks on GPUs have no kernel that reads those of each "
-        "other: take frozen=\"as-is\"");
+  const auto elsewhere = [&config](const std::string& machine) {
+    return machine != config.machines.front();
+  };
+  if (param.stored && config.device != "host" && std::ranges::any_of(config.machines, elsewhere)) {
+    refuse(param.name +
+           " is to rest as codes, and kernels of GPUs do not reach the memory by which codes come "
+           "from other machines: take frozen=\"as-is\"");
   }
   if (param.numel > kNumelMax) refuse(param.name + " has more elements than any memory");
 }

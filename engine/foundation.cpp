@@ -114,12 +114,22 @@ void Foundation::meet_others() {
                                                  .relayed = {relayed, relayed_bytes}}));
   STRATA_ASSERT(peers->count() == config.ranks);
   for (std::uint32_t rank = 0; rank < peers->count(); ++rank) {
-    if (rank != owns.rank) tiers.copies().pin_others(peers->claimed(rank));
+    if (rank == owns.rank) continue;
+    if (auto error = tiers.pin_others(rank, peers->claimed(rank))) {
+      throw StrataError(std::move(*error));
+    }
   }
   whereabouts.emplace(*peers, agreement);
   open_relay();
   remote.emplace(table, *peers, page_ranks, relay ? &*relay : nullptr);
   cache.connect(*remote);
+}
+
+void Foundation::tell_grown() const {
+  for (std::uint32_t to = 0; peers && to < peers->count(); ++to) {
+    if (to == owns.rank || peers->is_far(to)) continue;
+    peers->send(to, {.kind = PeerMessage::Kind::grown, .at = tiers.slab().bytes().size()});
+  }
 }
 
 // Where it has no frames it sends all on.

@@ -156,6 +156,15 @@ bool Tiers::pinned(const std::byte* at, std::size_t bytes) const {
   return at + bytes <= slab_.bytes().data() + pinned_;
 }
 
+std::optional<Error> Tiers::pin_others(std::uint32_t rank, std::span<const std::byte> memory) {
+  const std::size_t pinned = copies().pin_others(memory);
+  if (device().reachable() || !codes_ || pinned >= memory.size()) return std::nullopt;
+  return Error{
+      .fault = Fault::config,
+      .what = codes_come_by("the memory of rank " + std::to_string(rank), pinned, memory.size()) +
+              ", or take frozen=\"as-is\""};
+}
+
 void Tiers::resize_device(std::uint32_t frames) {
   if (frames == device_frames_) return;
   if (auto error = device().resize(frames)) throw StrataError(std::move(*error));
@@ -222,14 +231,22 @@ void Tiers::check_resting(const Residence& then) const {
 
 // A page of codes may be in any frame of host memory when its values are computed.
 void Tiers::check_codes() const {
-  const std::string to_compute = "frozen= needs the kernels of " + device().description() +
-                                 " to reach host memory, where codes come by";
-  if (!compute()->reaches_host()) refuse(to_compute + ": they do not; take frozen=\"as-is\"");
-  if (pinned_ >= slab_.bytes().size()) return;
-  refuse(
-      to_compute + ": of " + bytes_text(slab_.bytes().size()) + " " + bytes_text(pinned_) +
-      " could be pinned; raise the limit of locked memory (ulimit -l), or pass memory={\"host\": " +
-      std::to_string(pinned_) + "}");
+  const std::size_t bytes = slab_.bytes().size();
+  if (!compute()->reaches_host()) {
+    refuse("frozen= needs the kernels of " + device().description() +
+           " to reach host memory, where codes come by: they do not; take frozen=\"as-is\"");
+  }
+  if (pinned_ >= bytes) return;
+  refuse(codes_come_by("host memory", pinned_, bytes) +
+         ", or pass memory={\"host\": " + std::to_string(pinned_) + "}");
+}
+
+std::string Tiers::codes_come_by(const std::string& where, std::size_t pinned,
+                                 std::size_t bytes) const {
+  return "frozen= needs the kernels of " + device().description() + " to reach " + where +
+         ", where codes come by: of " + bytes_text(bytes) + " " + bytes_text(pinned) +
+         " could be pinned (the driver: " + copies().why_not_pinned() +
+         "); raise the limit of locked memory (ulimit -l)";
 }
 
 // Likewise. Kernels reach pinned host memory by its own address: the sums of what lands, scales of

@@ -14,6 +14,7 @@
 #include <functional>
 #include <memory>
 #include <optional>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -57,7 +58,7 @@ class Tiers final {
 
   DeviceMemory& device() { return *opened_.device.memory; }
   const DeviceMemory& device() const { return *opened_.device.memory; }
-  CopyEngine& copies() { return *opened_.device.copies; }
+  CopyEngine& copies() const { return *opened_.device.copies; }
   // What computes in the device's memory where the processor cannot; null where it can.
   DeviceCompute* compute() const { return opened_.compute.get(); }
   const CountedDriver* driver() const { return opened_.driver.get(); }
@@ -84,6 +85,10 @@ class Tiers final {
   std::size_t pinned_bytes() const { return pinned_; }
   // Whether the device reaches these bytes of host memory by itself.
   bool pinned(const std::byte* at, std::size_t bytes) const;
+  // All that another rank of this machine has claimed, mapped here to be read: the device reads it
+  // by itself, as far as the system lets it. An error where kernels are to read codes there, and
+  // not all of it is pinned.
+  std::optional<Error> pin_others(std::uint32_t rank, std::span<const std::byte> memory);
 
   // Throws StrataError, and changes nothing, where the device has not so many. REQUIRES: nothing
   // moves; who maps views forgets those of frames that went or came.
@@ -118,6 +123,7 @@ class Tiers final {
   void pin(std::size_t host_bytes);
   void check_pinned(const Claims& then) const;
   void check_codes() const;
+  std::string codes_come_by(const std::string& where, std::size_t pinned, std::size_t bytes) const;
   std::unique_ptr<IoEngine> take_io_engine(std::string* why);
   // Of so many, those that the SSD has not. REQUIRES: there is a store.
   std::uint32_t slots_beyond(std::uint32_t slots) const;

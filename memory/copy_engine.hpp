@@ -81,9 +81,13 @@ class CopyEngine {
   // well, slower. REQUIRES: no copy is in flight.
   virtual std::size_t pin_host(std::span<std::byte> /*memory*/) { return 0; }
   // Optional. Memory of another process that is mapped here to be read, whole pages: makes the
-  // device read it by itself, for as long as the engine lives, or as much of it as can be.
-  // REQUIRES: the other process keeps that memory for as long, and so does the mapping.
-  virtual void pin_others(std::span<const std::byte> /*memory*/) {}
+  // device read it by itself, for as long as the engine lives. Again when it has grown: with all of
+  // it, from the same start. Returns how many of the first bytes are pinned, as pin_host() does.
+  // Copies may be in flight: one from memory that was not pinned goes on as it began. REQUIRES: the
+  // other process keeps that memory for as long, and so does the mapping.
+  virtual std::size_t pin_others(std::span<const std::byte> /*memory*/) { return 0; }
+  // Why the last of these two calls ended ahead of the end; empty: it did not.
+  virtual std::string why_not_pinned() const { return ""; }
 
   // Optional, for an engine that rings for no completion. Something is in flight, or was found
   // finished since the last poll(): whoever would sleep until the bell rings looks by poll() every

@@ -52,6 +52,7 @@ struct PeerMessage {
     done,       // the pieces of `step` are sent
     bye,        // no more steps
     failed,     // its session has ended with an error
+    grown,      // `at` bytes of its memory are claimed
     // To ranks of other machines alone:
     board,   // its board has changed: that part lies at `at` there
     scales,  // of the moments in the page that is granted next, which lie at `at`
@@ -166,10 +167,11 @@ class Peers final {
   // A rank whose ring says what neither end can have done. Nothing is received from then on.
   std::optional<std::uint32_t> damaged() const { return damaged_; }
 
-  // So many bytes of the rank's memory; null: it has no such place.
+  // So many bytes of the rank's memory; null: it has no such place, or has not claimed it.
   const std::byte* bytes(std::uint32_t rank, std::uint64_t at, std::size_t size) const {
     STRATA_ASSERT(rank < count());
-    const std::span<const std::byte> memory = seats_[rank].memory;
+    const bool known = rank != rank_ && seats_[rank].claimed_bytes != 0;
+    const std::span<const std::byte> memory = known ? claimed(rank) : seats_[rank].memory;
     if (at > memory.size() || size > memory.size() - at) return nullptr;
     return memory.data() + at;
   }
@@ -179,6 +181,14 @@ class Peers final {
     const std::span<const std::byte> memory = seats_[rank].memory;
     STRATA_ASSERT(bytes >= memory.data() && bytes < memory.data() + memory.size());
     return static_cast<std::uint64_t>(bytes - memory.data());
+  }
+  // A rank of this machine said that it has claimed more. False: it cannot be.
+  bool grow(std::uint32_t rank, std::uint64_t claimed_bytes) {
+    Seat& seat = seats_[rank];
+    const bool more = claimed_bytes >= seat.claimed_bytes && claimed_bytes <= seat.memory.size();
+    if (!more || is_far(rank)) return false;
+    seat.claimed_bytes = static_cast<std::size_t>(claimed_bytes);
+    return true;
   }
   // Of another rank's memory, what is there as long as it is.
   std::span<const std::byte> claimed(std::uint32_t rank) const {

@@ -244,6 +244,14 @@ bool OtherRanks::take_grant(std::uint32_t from, const PeerMessage& grant) {
   return base_.remote->answered(from, grant, base_.layout.page_bytes);
 }
 
+// Ahead of any page that lies there.
+bool OtherRanks::take_growth(std::uint32_t from, std::uint64_t claimed_bytes) {
+  if (!base_.peers->grow(from, claimed_bytes)) return false;
+  auto error = base_.tiers.pin_others(from, base_.peers->claimed(from));
+  if (error) base_.gate.fail(std::move(*error));
+  return true;
+}
+
 bool OtherRanks::take(const Peers::Received& received) {
   const std::uint32_t from = received.from;
   const PeerMessage& message = received.message;
@@ -279,6 +287,8 @@ bool OtherRanks::take(const Peers::Received& received) {
       if (message.what >= died_.size()) return false;
       heed_failure(from, message);
       return true;
+    case PeerMessage::Kind::grown:
+      return take_growth(from, message.at);
     case PeerMessage::Kind::place:
       return message.what < base_.layout.units.size() && base_.whereabouts->came(from, message);
     case PeerMessage::Kind::scales:

@@ -46,7 +46,8 @@ CudaCopies::~CudaCopies() {
   end_all();
   for (CudaEvent event : spare_) device_.call_anyway(&CudaDriver::event_destroy, event);
   destroy_streams();
-  for (const Registered& pieces : {pinned_, others_}) {
+  others_.push_back(std::move(pinned_));
+  for (const Registered& pieces : others_) {
     for (const auto& piece : pieces) {
       device_.call_anyway(&CudaDriver::host_unregister, piece.data());
     }
@@ -68,30 +69,42 @@ std::size_t CudaCopies::pin_host(std::span<std::byte> memory) {
     device_.call_anyway(&CudaDriver::host_unregister, pinned_.back().data());
     pinned_.pop_back();
   }
-  // 2. What is not pinned yet, until the system refuses: then the rest is copied unpinned.
-  STRATA_ASSERT(pinned_.empty() || pinned_.front().data() == memory.data());
-  std::byte* const at = pinned_.empty() ? memory.data() : end_of(pinned_.back());
-  return static_cast<std::size_t>(register_pieces(pinned_, at, end, false) - memory.data());
+  // 2. What is not pinned yet.
+  return register_rest(pinned_, memory, false);
 }
 
-void CudaCopies::pin_others(std::span<const std::byte> memory) {
+std::size_t CudaCopies::pin_others(std::span<const std::byte> memory) {
   const CudaDevice::Current current(device_);
+  auto known = std::ranges::find_if(others_, [&memory](const Registered& pieces) {
+    return pieces.front().data() == memory.data();
+  });
+  if (known == others_.end()) known = others_.emplace(others_.end());
   // The driver takes one kind of pointer; it is told that nobody writes there.
   auto* const at = const_cast<std::byte*>(memory.data());
-  register_pieces(others_, at, at + memory.size(), true);
+  const std::size_t pinned = register_rest(*known, {at, memory.size()}, true);
+  if (known->empty()) others_.erase(known);
+  return pinned;
 }
 
-// From `at` on, until the system refuses or the end. Returns where that is.
-std::byte* CudaCopies::register_pieces(Registered& pieces, std::byte* at, const std::byte* end,
-                                       bool read_only) {
+// Behind the pieces of the memory that are registered, until the system refuses: then the rest is
+// copied unpinned. Returns how many of the first bytes are.
+std::size_t CudaCopies::register_rest(Registered& pieces, std::span<std::byte> memory,
+                                      bool read_only) {
+  STRATA_ASSERT(pieces.empty() || pieces.front().data() == memory.data());
+  std::byte* at = pieces.empty() ? memory.data() : end_of(pieces.back());
+  const std::byte* const end = end_of(memory);
+  why_not_pinned_.clear();
   while (at < end) {
     const std::size_t bytes = std::min(static_cast<std::size_t>(end - at), pinned_piece_bytes_);
-    if (device_.call(&CudaDriver::host_register, at, bytes, read_only) != kCudaSuccess) break;
+    if (const int result = device_.call(&CudaDriver::host_register, at, bytes, read_only)) {
+      why_not_pinned_ = device_.text(result);
+      break;
+    }
     pieces.emplace_back(at, bytes);
     at += bytes;
   }
   STRATA_ASSERT(at <= end);
-  return at;
+  return static_cast<std::size_t>(at - memory.data());
 }
 
 CopyTicket CudaCopies::copy(const CopyRequest& request) {

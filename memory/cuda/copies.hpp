@@ -72,7 +72,8 @@ class CudaCopies final : public CopyEngine {
   void stream_waits(Stream stream, CopyTicket ticket) override;
   CopyTicket record(Stream stream) override;
   std::size_t pin_host(std::span<std::byte> memory) override;
-  void pin_others(std::span<const std::byte> memory) override;
+  std::size_t pin_others(std::span<const std::byte> memory) override;
+  std::string why_not_pinned() const override { return why_not_pinned_; }
   bool needs_polling() const override { return news_ || in_flight(); }
   bool poll() override;
 
@@ -84,7 +85,7 @@ class CudaCopies final : public CopyEngine {
   static constexpr std::size_t kQueueMax = 256;
   static constexpr std::size_t kMarksMax = 4096;  // of a stream
 
-  using Registered = std::vector<std::span<std::byte>>;
+  using Registered = std::vector<std::span<std::byte>>;  // in order, without gaps
   struct Copy {
     std::byte* to;
     const std::byte* from;
@@ -105,8 +106,7 @@ class CudaCopies final : public CopyEngine {
     std::deque<Mark> marks;
   };
 
-  std::byte* register_pieces(Registered& pieces, std::byte* at, const std::byte* end,
-                             bool read_only);
+  std::size_t register_rest(Registered& pieces, std::span<std::byte> memory, bool read_only);
   int enqueue(Queue& queue, const CopyRequest& request,
               std::array<CudaEvent, kCopyStreamCount> after);
   int move(const CopyRequest& request, CudaStream stream);
@@ -131,8 +131,9 @@ class CudaCopies final : public CopyEngine {
   std::array<Queue, kCopyStreamCount> queues_;  // by CopyStream
   std::vector<Marked> marked_;
   std::vector<CudaEvent> spare_;
-  Registered pinned_;  // in order, without gaps
-  Registered others_;  // of other processes
+  Registered pinned_;
+  std::vector<Registered> others_;  // of other processes
+  std::string why_not_pinned_;
   std::uint64_t last_ = 0;
   bool news_ = false;                     // something was found finished since the last poll()
   std::uint64_t lost_from_ = UINT64_MAX;  // tickets from here on failed

@@ -86,6 +86,10 @@ std::string CudaDevice::name() const {
   return gpu(ordinal_) + " (" + facts_.name + ", " + facts_.pci + ")";
 }
 
+std::string CudaDevice::text(int result) const {
+  return result_text(driver_, result);
+}
+
 const Error& CudaDevice::lose(const char* what, int result) {
   STRATA_ASSERT(result != kCudaSuccess);
   if (lost_) return *lost_;

@@ -83,6 +83,9 @@ class CudaDevice final {
     static_cast<void>((driver_.*entry)(driver_.self, args...));
   }
 
+  // What the driver calls an answer, with its number.
+  std::string text(int result) const;
+
   // The device is lost: returns why, which is an earlier reason if there is one.
   // `what`: what failed, as in "GPU 0 failed to <what>".
   const Error& lose(const char* what, int result);

@@ -1,7 +1,6 @@
 // A GPU's ports over the recording driver: what they ask of a driver, in which order, and what
 // remains when any of it fails. What every device must do is in copy_engine_test and frames_test.
 #include <gtest/gtest.h>
-#include <sys/mman.h>
 
 #include <algorithm>
 #include <cstring>
@@ -10,7 +9,6 @@
 #include <vector>
 
 #include "device_subjects.hpp"
-#include "memory/mapping.hpp"
 
 namespace strata {
 namespace {
@@ -125,38 +123,6 @@ TEST(CudaPorts, BothDirectionsRunAtOnceAndConflictsInOrder) {
   copy_in(rig.device, FrameId{1}, one.data(), kPage);   // writes what the second one reads
   const auto calls = since(*rig.driver, then);
   EXPECT_EQ(std::count(calls.begin(), calls.end(), "stream_wait"), 3);
-  EXPECT_EQ(rig.close(), "");
-}
-
-TEST(CudaPorts, LockedMemoryIsPinnedInPiecesAsFarAsTheLimitAllows) {
-  // Nothing touches it: only its addresses are registered.
-  const std::size_t all = 600 * kMiB;
-  std::byte* memory = reserve_addresses(all);
-  struct Case {
-    std::size_t limit, pinned, pieces;
-  };
-  for (const Case& one : {Case{SIZE_MAX, all, 3}, Case{520 * kMiB, 512 * kMiB, 2}, Case{0, 0, 0}}) {
-    Rig rig = make_cuda(nullptr, {.registered_bytes_max = one.limit});
-    EXPECT_EQ(rig.device.copies->pin_host({memory, all}), one.pinned);
-    EXPECT_EQ(rig.driver->complaint(), "");
-    // Less of it: what lies beyond is given back before it goes.
-    const std::size_t unpinned = rig.driver->count("host_unregister");
-    EXPECT_EQ(rig.device.copies->pin_host({memory, 256 * kMiB}), std::min(one.pinned, 256 * kMiB));
-    EXPECT_EQ(rig.driver->count("host_unregister") - unpinned,
-              one.pieces == 0 ? 0 : one.pieces - 1);
-    EXPECT_EQ(rig.close(), "");
-  }
-  ::munmap(memory, all);
-}
-
-TEST(CudaPorts, CopiesGoOnWhereNothingCanBePinned) {
-  Rig rig = make_cuda(nullptr, {.registered_bytes_max = 0});
-  ASSERT_FALSE(rig.device.memory->claim(1, kPage));
-  std::vector<std::byte> sent(kPage, std::byte{3}), got(kPage);
-  EXPECT_EQ(rig.device.copies->pin_host(sent), 0U);
-  copy_in(rig.device, FrameId{0}, sent.data(), kPage);
-  rig.device.copies->wait(copy_out(rig.device, got.data(), FrameId{0}, kPage));
-  EXPECT_EQ(got, sent);
   EXPECT_EQ(rig.close(), "");
 }
 

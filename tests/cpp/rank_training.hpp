@@ -125,14 +125,6 @@ inline std::vector<float> all_of(Session& session, Kind kind) {
   return all;
 }
 
-// Runs `body` for every rank on a thread of its own.
-inline void on_ranks(std::uint32_t ranks, const std::function<void(std::uint32_t)>& body) {
-  std::vector<std::thread> threads;
-  for (std::uint32_t rank = 0; rank < ranks; ++rank)
-    threads.emplace_back([&, rank] { body(rank); });
-  for (std::thread& thread : threads) thread.join();
-}
-
 inline Config roomy() {
   Config config = roomy_config();
   config.params[1].numel = 90'000;  // three pages

@@ -16,7 +16,8 @@ MEMORY = {"device": "128MiB", "host": "1GiB"}
 
 
 def bits(run: Rank, steps: int = 3, path: str = "", saves: str = "", **options: Any) -> str:
-    """The parameters after some steps, behind those of a checkpoint, if there is one."""
+    """The parameters after some steps, behind those of a checkpoint, if there is one. With frozen=
+    the first layers of units rest as codes."""
     model, optimizer = _wrap(run, options)
     if path:
         strata.load(model, path)
@@ -39,4 +40,7 @@ def _wrap(run: Rank, options: dict[str, Any]) -> tuple[nn.Module, torch.optim.Op
     torch.use_deterministic_algorithms(True, warn_only=True)
     options = {"page_size": "2MiB", "memory": MEMORY} | options_of(run, options)
     options["device"] = f"cuda:{run.rank % torch.cuda.device_count()}"
-    return wrap(run, make_model(units=4), **options)
+    model = make_model(units=4)
+    for unit in model if "frozen" in options else ():
+        unit[0].weight.requires_grad_(False)
+    return wrap(run, model, **options)

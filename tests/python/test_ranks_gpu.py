@@ -28,6 +28,14 @@ def test_bits_do_not_depend_on_the_number_of_ranks(ranks: Ranks, case: str) -> N
         assert same(ranks.run("rank_gpus.bits", count, **CASES[case])) == expected
 
 
+@pytest.mark.parametrize("form", ["nf4-double", "int8"])
+def test_nor_where_a_base_rests_as_codes(ranks: Ranks, form: str) -> None:
+    expected = same(ranks.run("rank_gpus.bits", 1, frozen=form))
+    assert expected != same(ranks.run("rank_gpus.bits", 1, frozen="as-is"))
+    for count in (2, 4):
+        assert same(ranks.run("rank_gpus.bits", count, frozen=form)) == expected
+
+
 @pytest.mark.parametrize("update", ["in_backward", "on_step"])
 def test_updates_that_begin_in_the_backward_have_the_same_bits(ranks: Ranks, update: str) -> None:
     expected = same(ranks.run("rank_gpus.bits", 4))

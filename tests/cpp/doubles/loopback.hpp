@@ -12,13 +12,23 @@
 #include <atomic>
 #include <barrier>
 #include <cstring>
+#include <functional>
 #include <memory>
+#include <thread>
 #include <vector>
 
 #include "engine/ranks/meeting.hpp"
 #include "memory/shared_area.hpp"
 
 namespace strata {
+
+// Runs `body` for every rank on a thread of its own.
+inline void on_ranks(std::uint32_t ranks, const std::function<void(std::uint32_t)>& body) {
+  std::vector<std::thread> threads;
+  for (std::uint32_t rank = 0; rank < ranks; ++rank)
+    threads.emplace_back([&body, rank] { body(rank); });
+  for (std::thread& thread : threads) thread.join();
+}
 
 class Loopback final {
  public:
