@@ -125,13 +125,6 @@ void Foundation::meet_others() {
   cache.connect(*remote);
 }
 
-void Foundation::tell_grown() const {
-  for (std::uint32_t to = 0; peers && to < peers->count(); ++to) {
-    if (to == owns.rank || peers->is_far(to)) continue;
-    peers->send(to, {.kind = PeerMessage::Kind::grown, .at = tiers.slab().bytes().size()});
-  }
-}
-
 // Where it has no frames it sends all on.
 void Foundation::open_relay() {
   if (page_ranks.here.size() == config.ranks) return;

@@ -79,8 +79,6 @@ struct Foundation final {
 
   // Transfers reach what tiers have opened.
   void connect_stores();
-  // This rank has claimed more host memory, which the others of its machine read.
-  void tell_grown() const;
   // Where everything rests now.
   Residence residence() const;
   bool on_device(UnitId unit) const;

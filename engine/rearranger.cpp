@@ -175,9 +175,12 @@ void Rearranger::make_room(Lock& lock, const Change& change) {
   STRATA_ASSERT(change.claims.host_frames >= base_.claims.host_frames);
   STRATA_ASSERT(change.claims.slots >= base_.claims.slots);
   const std::uint32_t frames = base_.tiers.device_frames();
-  const std::size_t claimed = base_.tiers.slab().bytes().size();
+  const Slab& slab = base_.tiers.slab();
+  const std::size_t claimed = slab.bytes().size();
   base_.tiers.grow(change.claims, std::max(frames, change.frames + change.claims.rest_frames));
-  if (base_.tiers.slab().bytes().size() != claimed) base_.tell_grown();
+  if (base_.peers && slab.bytes().size() != claimed) {
+    base_.peers->send_near({.kind = PeerMessage::Kind::grown, .at = slab.bytes().size()});
+  }
   parts_.frames.forget_mappings(FrameId{frames});
   base_.connect_stores();
 }

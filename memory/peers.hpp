@@ -197,11 +197,9 @@ class Peers final {
   std::span<std::byte> board(std::uint32_t rank) const { return seats_[rank].board; }
   // It is of another machine: what it is to read goes along with messages.
   bool is_far(std::uint32_t rank) const { return seats_[rank].way != nullptr; }
-  void send_far(const PeerMessage& message) {
-    for (std::uint32_t to = 0; to < count(); ++to) {
-      if (to != rank_ && is_far(to)) send(to, message);
-    }
-  }
+  // To those of other machines; to the others of this one.
+  void send_far(const PeerMessage& message) { send_where(true, message); }
+  void send_near(const PeerMessage& message) { send_where(false, message); }
   // So many bytes of this rank's board have changed: everybody else looks. They stay as they are
   // until all have seen them.
   void show_board(std::size_t at, std::size_t bytes) {
@@ -224,6 +222,11 @@ class Peers final {
   }
 
  private:
+  void send_where(bool far, const PeerMessage& message) {
+    for (std::uint32_t to = 0; to < count(); ++to) {
+      if (to != rank_ && is_far(to) == far) send(to, message);
+    }
+  }
   MessageRing& ring_to(std::uint32_t to) const {
     return seats_[to].way != nullptr ? *seats_[to].way : seats_[to].inbox[rank_];
   }

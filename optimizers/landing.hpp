@@ -98,17 +98,19 @@ struct Landing {
     return value;
   }
 
-  // The two halves of it: what the destination is to hold, and that it does.
+  // What a sum is where it lands.
+  STRATA_DEVICE_CODE static F rounded(F sum) { return rounded_to<V, kTo>(V::one_nan(sum)); }
+
+  // The two halves of it: what the destination is to hold, and that it does. A GPU has a first half
+  // of its own, in which all loads come first.
   template <class Lanes>
-  STRATA_DEVICE_CODE F read(std::size_t at, Lanes lanes) const {
+  F read(std::size_t at, Lanes lanes) const {
     if constexpr (kAdds) {
       return rounded(from.added_to(older.load(at, lanes), at, lanes));
     } else {
       return from.load(at, lanes);
     }
   }
-  // What a sum is where it lands.
-  STRATA_DEVICE_CODE static F rounded(F sum) { return rounded_to<V, kTo>(V::one_nan(sum)); }
   template <class Lanes>
   STRATA_DEVICE_CODE void write(std::size_t at, F value, Lanes lanes) const {
     if constexpr (kMode == GradMode::stay) {

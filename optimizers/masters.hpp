@@ -144,8 +144,7 @@ struct Gradient {
     }
   }
   template <class Lanes>
-  STRATA_DEVICE_CODE typename V::F added_to(typename V::F older, std::size_t at,
-                                            Lanes lanes) const {
+  typename V::F added_to(typename V::F older, std::size_t at, Lanes lanes) const {
     return V::add(older, load(at, lanes));
   }
 };
@@ -174,7 +173,7 @@ struct ScaledGradient {
   GradScaling scaling;
 
   template <class Lanes>
-  STRATA_DEVICE_CODE typename V::F load(std::size_t at, Lanes lanes) const {
+  typename V::F load(std::size_t at, Lanes lanes) const {
     return scaled(stored.load(at, lanes));
   }
   STRATA_DEVICE_CODE typename V::F scaled(typename V::F value) const {

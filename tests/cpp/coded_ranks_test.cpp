@@ -19,20 +19,26 @@
 namespace strata {
 namespace {
 
+constexpr std::uint32_t kRanks = 2;
+
+Config as_rank(Config config, std::uint32_t rank) {
+  config.rank = rank;
+  config.ranks = kRanks;
+  config.sums_ranks = config.accumulate = true;
+  return config;
+}
+
 class CodedRanks : public OverDevices {
  protected:
   // What two ranks have trained. `device`: null: on the host.
   std::vector<std::vector<float>> trained_by_two(Codes codes, bool on_disk, TestDevice* device) {
-    constexpr std::uint32_t kRanks = 2;
     Loopback machine(kRanks);
     std::barrier all(kRanks);
     const TempFolder folders[kRanks];
     std::vector<std::vector<float>> found(kRanks);
     on_ranks(kRanks, [&](std::uint32_t rank) {
-      Config config = coded_config(codes, on_disk ? folders[rank].path() : "", page());
-      config.rank = rank;
-      config.ranks = kRanks;
-      config.sums_ranks = config.accumulate = true;
+      const std::string disk = on_disk ? folders[rank].path() : "";
+      Config config = as_rank(coded_config(codes, disk, page()), rank);
       SessionParts parts;
       if (device != nullptr) {
         config = device->fit(config);
@@ -63,27 +69,23 @@ TEST_P(CodedRanks, ShowTheValuesOfEachOthersCodes) {
 INSTANTIATE_TEST_SUITE_P(Devices, CodedRanks, testing::ValuesIn(kTestDevices), device_name);
 
 Config nf4_rank(const TestDevice& gpu, std::uint32_t rank) {
-  Config config = coded_config(Codes::nf4, "");
-  config.rank = rank;
-  config.ranks = 2;
-  config.sums_ranks = config.accumulate = true;
-  return gpu.fit(config);
+  return gpu.fit(as_rank(coded_config(Codes::nf4, ""), rank));
 }
 
 // What a rank's kernels cannot read of another's memory, it says before it trains.
 TEST(CodedRanksOnGpus, MemoryOfOthersThatCannotBePinnedIsRefused) {
-  std::size_t bytes[2];
-  for (std::uint32_t rank = 0; rank < 2; ++rank) {
+  std::size_t bytes[kRanks];
+  for (std::uint32_t rank = 0; rank < kRanks; ++rank) {
     const Config config = nf4_rank(TestDevice(TestedOn::gpu_double), rank);
     bytes[rank] = choose_residence(config).host_frames * config.page_bytes;
   }
   // Both pin their own, and neither what the other has.
   const std::size_t most = bytes[0] + bytes[1] + std::min(bytes[0], bytes[1]) - 1;
   TestDevice gpu(TestedOn::gpu_double, {.registered_bytes_max = most});
-  std::barrier all(2);
-  Loopback machine(2);
-  std::string said[2];
-  on_ranks(2, [&](std::uint32_t rank) {
+  std::barrier all(kRanks);
+  Loopback machine(kRanks);
+  std::string said[kRanks];
+  on_ranks(kRanks, [&](std::uint32_t rank) {
     SessionParts parts = gpu.parts();
     parts.meeting = machine.meeting(rank);
     std::optional<Session> session;  // stays until both have tried
@@ -100,9 +102,9 @@ TEST(CodedRanksOnGpus, MemoryOfOthersThatCannotBePinnedIsRefused) {
 TEST(CodedRanksOnGpus, WhatARankClaimsLaterThePinsOfTheOtherReach) {
   TestDevice fits(TestedOn::gpu_double);
   RecordingDriver driver({.hidden = true});
-  Loopback machine(2);
-  std::barrier all(2);
-  on_ranks(2, [&](std::uint32_t rank) {
+  Loopback machine(kRanks);
+  std::barrier all(kRanks);
+  on_ranks(kRanks, [&](std::uint32_t rank) {
     SessionParts parts;
     parts.open_device = [&driver](Doorbell* bell) { return gpu(driver, bell); };
     parts.meeting = machine.meeting(rank);
