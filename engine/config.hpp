@@ -61,6 +61,7 @@ struct Config {
   double ranks_timeout_s = 60.0;      // how long they wait there for each other
   double rank_patience_s = 8.0;       // a rank of another machine that is silent for longer is lost
   bool sums_ranks = false;            // gradients of ranks are summed, and not averaged
+  bool machine_sums = false;          // gradients are added up inside each machine first
   bool coded_gathers = false;         // parameters go to other machines as int8 codes
   MomentDtype moment_dtype = MomentDtype::float32;
   // in_backward, by unit: its first and its last gradient may land far apart, and are needed

@@ -53,7 +53,9 @@ struct PeerMessage {
     bye,        // no more steps
     failed,     // its session has ended with an error
     grown,      // `at` bytes of its memory are claimed
+    full,       // its outbox: what lies there and cannot be added yet is to be copied away
     // To ranks of other machines alone:
+    summed,  // no sum of its machine with a smaller key than `at` will come from it
     board,   // its board has changed: that part lies at `at` there
     scales,  // of the moments in the page that is granted next, which lie at `at`
     place,   // it has ended `step` steps, and entered unit `what` last; `part`: in the backward
@@ -63,7 +65,9 @@ struct PeerMessage {
   std::uint32_t part = 0;
   std::uint32_t window = 0;
   std::uint32_t count = 0;
-  std::uint32_t dtype = 0;  // of a piece: Dtype; of a grant: coded_as(), or 0
+  // Of a piece: Dtype, and beside it how many ranks' it is the sum of; of a grant: coded_as(), or
+  // 0.
+  std::uint32_t dtype = 0;
   std::uint64_t at = 0;     // in bytes, from the beginning of the sender's memory
   std::uint64_t bytes = 0;  // of what lies there, and goes along to another machine
   std::int64_t step = 0;
@@ -72,6 +76,12 @@ struct PeerMessage {
   std::uint32_t check = 0;
 };
 static_assert(sizeof(PeerMessage) == 56 && std::is_trivially_copyable_v<PeerMessage>);
+
+// The `dtype` of a piece.
+constexpr int kGradientsShift = 8;
+constexpr std::uint32_t summed_as(Dtype dtype, std::uint32_t gradients) {
+  return static_cast<std::uint32_t>(dtype) | gradients << kGradientsShift;
+}
 
 // The `dtype` of a grant whose page crosses as codes of values of that type.
 constexpr std::uint32_t coded_as(Dtype dtype) {

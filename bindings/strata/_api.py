@@ -68,6 +68,7 @@ def wrap(
     rank_group: ProcessGroup | DeviceMesh | None = None,
     rank_gradients: str = "mean",
     rank_gathers: str = "exact",
+    rank_sums: str = "ranks",
     rank_timeout: float | None = None,
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Moves the training state of a model into pages. The loop around it stays as it is. Gradients
@@ -136,6 +137,11 @@ def wrap(
             8 bits with a float32 for each block of 64 (qwZ of ZeRO++): about half of the bytes of
             bfloat16. Lossy: machines compute with parameters that differ by the rounding, at most
             1/254 of the block's largest. Updates, checkpoints and all that is read are exact.
+        rank_sums: of ranks of several machines: how their gradients add up. `"ranks"`: each goes to
+            its owner, and all are added in the order of ranks: the bits are those of one process.
+            `"machines"`: each machine adds up what its ranks have, in float32, and sends one sum:
+            fewer bytes where a machine has three ranks or more, and the bits are those of the
+            number of machines, however many ranks each has.
         rank_timeout: seconds for which this rank waits for another one that neither comes nor ends;
             then it raises StrataError, and so do the others. Default: for as long as it takes, and
             after 10 s the log says for whom.
@@ -165,7 +171,7 @@ def wrap(
         memory, ssd_path, dtype, update, state_dtype, max_grad_norm, max_unit_norm,
         gradient_accumulation_steps, skip_nonfinite, units, page_size, io_engine, workers, weights,
         seed, init_device, activations, split, device, snapshots, frozen, rank_group,
-        rank_gradients, rank_gathers, rank_timeout,
+        rank_gradients, rank_gathers, rank_sums, rank_timeout,
     )  # fmt: skip
     return model, open_session(model, optimizer, options).optimizer
 

@@ -142,8 +142,10 @@ def _start(
     if options.ranks is not None and options.ranks.machines:
         wire = Wire(options.ranks.rank, options.ranks.machines, options.ranks.run)
         undo.first(wire.close)
-    elif options.rank_gathers != "exact":
-        log.info("rank_gathers=%r does nothing: there is one machine", options.rank_gathers)
+    else:
+        for name, usual in (("rank_gathers", "exact"), ("rank_sums", "ranks")):
+            if (value := getattr(options, name)) != usual:
+                log.info("%s=%r does nothing: there is one machine", name, value)
     session = _core.Session(whole, foreign, wire)
     undo.first(session.close)
     state = Wrapped(model, session, config)

@@ -44,6 +44,7 @@ class Ranks(TypedDict):
     timeout_s: float  # how long they wait there for each other
     sums: bool  # gradients are summed, and not averaged
     coded_gathers: bool  # ranks of other machines compute with int8 codes of parameters
+    machine_sums: bool  # gradients are added up inside each machine first
 
 class Config(TypedDict):
     params: list[ParamSpec]  # in the order of model.parameters(); its place here is its id

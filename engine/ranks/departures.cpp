@@ -8,11 +8,43 @@
 
 namespace strata {
 
-Departures::Departures(Foundation& base, GradientCopies& copies)
+Departures::Departures(Foundation& base, GradientCopies& copies, std::function<void()> full)
     : base_(base),
       copies_(copies),
+      full_(std::move(full)),
       outbox_(base.outbox, base.claims.outbox_frames * base.layout.page_bytes) {
   STRATA_ASSERT(outbox_.capacity() >= base_.layout.page_bytes);
+}
+
+std::byte* Departures::take(std::uint32_t rank, std::size_t bytes) {
+  std::byte* place = outbox_.take(rank, bytes);
+  if (place == nullptr && full_ && !std::exchange(said_full_, true)) {
+    full_();
+    place = outbox_.take(rank, bytes);  // where what waited here was copied away
+  }
+  if (place != nullptr) said_full_ = false;
+  return place;
+}
+
+bool Departures::give_back(std::uint32_t rank, const std::byte* place) {
+  said_full_ = false;
+  return outbox_.give_back(rank, place);
+}
+
+void Departures::let_go(const GradientPiece& piece) {
+  const std::uint32_t here = base_.peers->rank();
+  if (piece.lies_here) give_back(here, piece.bytes);
+  if (piece.rank == here || piece.kept) return;
+  base_.peers->send(piece.rank, {.kind = PeerMessage::Kind::taken,
+                                 .at = base_.peers->place_of(piece.rank, piece.bytes)});
+}
+
+void Departures::keep(GradientPiece& piece, std::size_t bytes) {
+  if (piece.kept) return;
+  const GradientPiece before = piece;
+  piece.keep(bytes);
+  piece.lies_here = false;
+  let_go(before);
 }
 
 bool Departures::is_stuck() const {
@@ -56,16 +88,14 @@ void Departures::Gradient::finish(Lock& lock) {
 
 // See Note [Full].
 std::byte* Departures::Gradient::take_place(Lock& lock, const DepartingPart& part) {
-  Outbox& outbox = of_.outbox_;
-  std::byte* place = outbox.take(part.owner, part.bytes);
+  std::byte* place = of_.take(part.owner, part.bytes);
   while (place == nullptr && !under_way_.empty()) {
     finish_oldest(lock);
-    place = outbox.take(part.owner, part.bytes);
+    place = of_.take(part.owner, part.bytes);
   }
   if (place != nullptr) return place;
   of_.full_since_ns_ = now_ns();
-  of_.base_.gate.wait(lock,
-                      [&] { return (place = outbox.take(part.owner, part.bytes)) != nullptr; },
+  of_.base_.gate.wait(lock, [&] { return (place = of_.take(part.owner, part.bytes)) != nullptr; },
                       {"other ranks to take gradients", gradient_.unit});
   of_.full_since_ns_ = 0;
   return place;

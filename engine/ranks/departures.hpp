@@ -21,6 +21,7 @@
 
 #include "engine/gradient_copies.hpp"
 #include "engine/gradient_place.hpp"
+#include "engine/ranks/gradient_piece.hpp"
 #include "engine/ranks/outbox.hpp"
 
 namespace strata {
@@ -42,16 +43,21 @@ struct Departed {
 
 class Departures final {
  public:
-  Departures(Foundation& base, GradientCopies& copies);
+  // `full`: is called where the outbox has no room, again whenever what lies there has changed.
+  Departures(Foundation& base, GradientCopies& copies, std::function<void()> full);
   Departures(const Departures&) = delete;
   Departures& operator=(const Departures&) = delete;
 
   class Gradient;
 
+  // A place for what that rank is to read; null: there is none now.
+  std::byte* take(std::uint32_t rank, std::size_t bytes);
   // False: that rank has no such place.
-  bool give_back(std::uint32_t rank, const std::byte* place) {
-    return outbox_.give_back(rank, place);
-  }
+  bool give_back(std::uint32_t rank, const std::byte* place);
+  // A piece that came here was added: its place, in whichever outbox, is free again.
+  void let_go(const GradientPiece& piece);
+  // It waits here: likewise, as there is a copy of its bytes.
+  void keep(GradientPiece& piece, std::size_t bytes);
   bool empty() const { return outbox_.empty(); }
   bool holds_for(std::uint32_t rank) const { return outbox_.holds_for(rank); }
   // A gradient has waited for others for long.
@@ -60,7 +66,9 @@ class Departures final {
  private:
   Foundation& base_;
   GradientCopies& copies_;
+  const std::function<void()> full_;
   Outbox outbox_;
+  bool said_full_ = false;          // since what lies there has changed
   std::int64_t full_since_ns_ = 0;  // a gradient waits for a place; 0: none does
 };
 

@@ -12,11 +12,20 @@ GradientExchange::GradientExchange(Foundation& base, Updates& updates, GradientC
     : base_(base),
       updates_(updates),
       early_(base.config.update == UpdateMode::in_backward),
-      departures_(base, copies),
+      collectors_(base.config),
+      departures_(
+          base, copies,
+          collectors_.by_machine() ? std::function<void()>([this] { say_full(); }) : nullptr),
       progress_(base.peers->rank(), base.peers->count(), key_of(step_, 0, 0)),
-      numbers_(base.config.params.size(), 0) {
+      numbers_(base.config.params.size(), 0),
+      summed_(base.peers->count(), key_of(step_, 0, 0)) {
   STRATA_ASSERT(base_.layout.accumulate);
   make_parts();
+  if (collectors_.here().size() > 1) {
+    sums_.emplace(
+        base, departures_, progress_, collectors_, threads,
+        [this](const MachineSums::Part& part, const GradientPiece& sum) { send_sum(part, sum); });
+  }
   crew_ = std::make_unique<Crew<Job*, Job*>>(
       threads ? 1 : 0, &base_.bell,
       CrewWork<Job*, Job*>{.name = "strata-add", .run = [this](Job* job, int) {
@@ -56,6 +65,7 @@ void GradientExchange::begin_window() {
   progress_.reach(base_.peers->rank(), key_of(step_, ++window_, 0));
   std::fill(numbers_.begin(), numbers_.end(), 0U);
   base_.peers->send_all({.kind = PeerMessage::Kind::window, .window = window_, .step = step_});
+  if (sums_) base_.bell.ring();  // what waits for this rank's pieces waits no more
 }
 
 void GradientExchange::begin_step(std::int64_t updates) {
@@ -65,50 +75,6 @@ void GradientExchange::begin_step(std::int64_t updates) {
   updates_step_ = updates;
   window_ = 0;
   std::fill(numbers_.begin(), numbers_.end(), 0U);
-}
-
-void GradientExchange::land(Lock& lock, const IncomingGradient& gradient) {
-  begin_landing(lock);
-  const std::uint32_t number = numbers_[gradient.param]++, rank = base_.peers->rank();
-  const Key key = key_of(step_, window_, number);
-  const std::size_t size = size_of(gradient.dtype);
-  const bool reached = base_.tiers.device().reachable();
-  const PeerMessage about{.kind = PeerMessage::Kind::piece,
-                          .what = gradient.param,
-                          .window = window_,
-                          .count = number,
-                          .dtype = static_cast<std::uint32_t>(gradient.dtype),
-                          .step = step_};
-  Departures::Gradient leaving(departures_, gradient, [&](const Departed& of) {
-    if (of.part.owner != rank) return tell_owner(of, about);
-    await(of.part.number, {.rank = rank,
-                           .key = key,
-                           .bytes = of.at,
-                           .dtype = gradient.dtype,
-                           .lies_here = of.outside == nullptr,
-                           .kept = of.outside});
-  });
-  for (std::uint32_t id = first_part_[gradient.param]; id < first_part_[gradient.param + 1]; ++id) {
-    const Part& part = parts_[id];
-    const std::byte* const from = gradient.from.get() + part.first * size;
-    const std::uint32_t owner = base_.owns.owner(part.chunk);
-    const Arrived mine{.rank = rank, .key = key, .bytes = from, .dtype = gradient.dtype};
-    if (reached && owner == rank && land_now(lock, id, mine)) continue;
-    leaving.send(lock, {.number = id,
-                        .owner = owner,
-                        .from = from,
-                        .bytes = part.count * size,
-                        .outside = owner == rank && number != 0});
-  }
-  leaving.finish(lock);
-}
-
-// `about`: what is the same of all parts of the gradient.
-void GradientExchange::tell_owner(const Departed& of, PeerMessage about) {
-  about.part = of.part.number - first_part_[about.what];
-  about.at = base_.peers->place(of.at);
-  about.bytes = of.part.bytes;
-  base_.peers->send(of.part.owner, about);
 }
 
 // The first gradient of a step is told to all. See Note [Late updates].
@@ -126,12 +92,12 @@ void GradientExchange::begin_landing(Lock& lock) {
 }
 
 // Adds this rank's piece, with what waits beside it, on the calling thread. False: not yet.
-bool GradientExchange::land_now(Lock& lock, std::uint32_t id, const Arrived& mine) {
+bool GradientExchange::land_now(Lock& lock, std::uint32_t id, const GradientPiece& mine) {
   Part& part = parts_[id];
   part.waiting.push_back(mine);
-  std::vector<Arrived> next = addable(part);
-  const bool comes =
-      std::ranges::any_of(next, [&](const Arrived& piece) { return piece.bytes == mine.bytes; });
+  std::vector<GradientPiece> next = addable(id);
+  const bool comes = std::ranges::any_of(
+      next, [&](const GradientPiece& piece) { return piece.bytes == mine.bytes; });
   std::unique_ptr<Job> job = comes ? begin(id, std::move(next)) : nullptr;
   if (!job) {
     part.waiting.pop_back();
@@ -145,31 +111,41 @@ bool GradientExchange::land_now(Lock& lock, std::uint32_t id, const Arrived& min
   return true;
 }
 
-void GradientExchange::await(std::uint32_t id, const Arrived& piece) {
+void GradientExchange::await(std::uint32_t id, const GradientPiece& piece) {
   parts_[id].waiting.push_back(piece);
   if (std::ranges::find(pending_, id) == pending_.end()) pending_.push_back(id);
   base_.bell.ring();
 }
 
+// The smallest key that the member may still have of the part.
+GradientExchange::Key GradientExchange::to_come(std::uint32_t id, std::uint32_t member) const {
+  const std::uint32_t sender = collectors_.sender(id, member);
+  if (collectors_.ranks(member).size() > 1) {
+    if (!base_.peers->is_far(sender)) return sums_->reached(id);
+    return progress_.has_left(sender) ? UINT64_MAX : summed_[sender];
+  }
+  return progress_.has_left(sender) ? UINT64_MAX : progress_.reached(sender);
+}
+
 // What is next in the order of the sum, as far as it is there: see Note [Order of the sum].
-std::vector<GradientExchange::Arrived> GradientExchange::addable(const Part& part) const {
-  std::vector<Arrived> next;
+std::vector<GradientPiece> GradientExchange::addable(std::uint32_t id) const {
+  const Part& part = parts_[id];
+  std::vector<GradientPiece> next;
   if (part.adding) return next;
   // What comes behind the next look, or the step, waits until this rank is there, too.
   const Key end = ((key_of(step_, window_, 0) >> kPlaceShift) + 1) << kPlaceShift;
   bool landed = part.landed == step_;
   Key last_key = part.key;
-  std::uint32_t last_rank = part.rank;
-  std::vector<Arrived> waiting = part.waiting;
+  std::uint32_t last_member = part.member;
+  std::vector<GradientPiece> waiting = part.waiting;
   for (;;) {
-    // The smallest key, of the lowest rank, that is there or may still come.
+    // The smallest key, of the first member, that is there or may still come.
     Key best = end;
-    const Arrived* found = nullptr;
-    for (std::uint32_t rank = 0; rank < base_.peers->count(); ++rank) {
-      const auto first = std::ranges::find(waiting, rank, &Arrived::rank);
-      const Key later = landed ? last_key + (rank <= last_rank ? 1 : 0) : 0;
-      const Key to_come = progress_.has_left(rank) ? end : std::max(progress_.reached(rank), later);
-      const Key key = first != waiting.end() ? first->key : to_come;
+    const GradientPiece* found = nullptr;
+    for (std::uint32_t member = 0; member < collectors_.members(); ++member) {
+      const auto first = std::ranges::find(waiting, member, &GradientPiece::member);
+      const Key later = landed ? last_key + (member <= last_member ? 1 : 0) : 0;
+      const Key key = first != waiting.end() ? first->key : std::max(to_come(id, member), later);
       if (key >= best) continue;
       best = key;
       found = first != waiting.end() ? &*first : nullptr;
@@ -178,14 +154,14 @@ std::vector<GradientExchange::Arrived> GradientExchange::addable(const Part& par
     next.push_back(*found);
     landed = true;
     last_key = found->key;
-    last_rank = found->rank;
+    last_member = found->member;
     waiting.erase(waiting.begin() + (found - waiting.data()));
   }
 }
 
 // Opens the place of the sum for these pieces, which are addable; null: there are none, or not yet.
 std::unique_ptr<GradientExchange::Job> GradientExchange::begin(std::uint32_t id,
-                                                               std::vector<Arrived> pieces) {
+                                                               std::vector<GradientPiece> pieces) {
   Part& part = parts_[id];
   if (pieces.empty()) return nullptr;
   const bool adds = part.landed == step_ || updates_.is_waiting(part.chunk, part.param);
@@ -208,23 +184,11 @@ std::unique_ptr<GradientExchange::Job> GradientExchange::begin(std::uint32_t id,
   return job;
 }
 
-// Pieces of one dtype, as good as always all of them, are added in one pass.
 void GradientExchange::add(Job& job) const {
   const std::size_t first = job.cut.front().in_param;
-  std::vector<const void*> from;
   for (const Piece& piece : job.cut) {
-    double squares = 0.0;
-    GradMode mode = job.adds ? GradMode::add : GradMode::copy;
-    for (auto next = job.pieces.begin(); next != job.pieces.end(); mode = GradMode::add) {
-      const Dtype dtype = next->dtype;
-      from.clear();
-      for (; next != job.pieces.end() && next->dtype == dtype; ++next) {
-        from.push_back(next->bytes + (piece.in_param - first) * size_of(dtype));
-      }
-      squares = base_.kernels.land_pieces(job.to.at(piece), Dtype::float32, from, dtype,
-                                          piece.count, mode, {});
-    }
-    job.squares.add(squares);
+    job.squares.add(add_pieces(base_.kernels, job.to.at(piece), job.pieces, piece.in_param - first,
+                               piece.count, job.adds ? GradMode::add : GradMode::copy));
   }
 }
 
@@ -234,17 +198,14 @@ void GradientExchange::end(std::unique_ptr<Job> job) {
   part.adding = false;
   --adding_;
   ++added_;
-  if (std::exchange(part.landed, step_) != step_) part.pieces = 0;
-  part.pieces += static_cast<std::uint32_t>(job->pieces.size());
+  if (std::exchange(part.landed, step_) != step_) part.gradients = 0;
   part.key = job->pieces.back().key;
-  part.rank = job->pieces.back().rank;
+  part.member = job->pieces.back().member;
   part.squares = job->squares;
-  for (const Arrived& piece : job->pieces) {
-    std::erase_if(part.waiting, [&](const Arrived& of) { return of.bytes == piece.bytes; });
-    if (piece.lies_here) departures_.give_back(base_.peers->rank(), piece.bytes);
-    if (piece.rank == base_.peers->rank() || piece.kept) continue;
-    base_.peers->send(piece.rank, {.kind = PeerMessage::Kind::taken,
-                                   .at = base_.peers->place_of(piece.rank, piece.bytes)});
+  for (const GradientPiece& piece : job->pieces) {
+    part.gradients += piece.gradients;
+    std::erase_if(part.waiting, [&](const GradientPiece& of) { return of.bytes == piece.bytes; });
+    departures_.let_go(piece);
   }
   if (!early_) updates_.note_landed(part.chunk, part.param);
   job.reset();  // and with it the page
@@ -252,13 +213,14 @@ void GradientExchange::end(std::unique_ptr<Job> job) {
 }
 
 bool GradientExchange::turn() {
-  bool moved = false;
+  bool moved = sums_ && sums_->turn();
+  if (sums_) tell_sums();
   for (Job* done = nullptr; crew_->collect(done);) {
     end(std::unique_ptr<Job>(done));
     moved = true;
   }
   for (const std::uint32_t id : pending_) {
-    std::unique_ptr<Job> job = begin(id, addable(parts_[id]));
+    std::unique_ptr<Job> job = begin(id, addable(id));
     if (!job) continue;
     if (!crew_->submit(job.get())) {
       parts_[id].adding = false;
@@ -272,45 +234,6 @@ bool GradientExchange::turn() {
   return moved;
 }
 
-GradientExchange::Part* GradientExchange::part_of(const PeerMessage& message) {
-  if (message.what >= base_.config.params.size()) return nullptr;
-  const std::uint32_t first = first_part_[message.what];
-  if (message.part >= first_part_[message.what + 1] - first) return nullptr;
-  Part& part = parts_[first + message.part];
-  return base_.owns.mine(part.chunk) ? &part : nullptr;
-}
-
-bool GradientExchange::piece_came(std::uint32_t from, const PeerMessage& message) {
-  const Part* part = part_of(message);
-  if (part == nullptr || message.dtype >= kDtypeNames.size()) return false;
-  if (message.window >> kWindowBits != 0 || message.count >> kNumberBits != 0) return false;
-  const auto dtype = static_cast<Dtype>(message.dtype);
-  const std::byte* const bytes = base_.peers->bytes(from, message.at, message.bytes);
-  if (bytes == nullptr || message.bytes != part->count * size_of(dtype)) return false;
-  const Key key = key_of(message.step, message.window, message.count);
-  if (key < progress_.reached(from)) return false;
-  Arrived piece{.rank = from, .key = key, .bytes = bytes, .dtype = dtype};
-  if (message.count != 0) {
-    piece.keep(message.bytes);
-    base_.peers->send(from, {.kind = PeerMessage::Kind::taken, .at = message.at});
-  }
-  await(static_cast<std::uint32_t>(part - parts_.data()), piece);
-  return true;
-}
-
-bool GradientExchange::piece_taken(std::uint32_t from, std::uint64_t place) {
-  const std::byte* const bytes = base_.peers->bytes(base_.peers->rank(), place, 1);
-  return bytes != nullptr && departures_.give_back(from, bytes);
-}
-
-void GradientExchange::window_began(std::uint32_t from, const PeerMessage& message) {
-  const std::uint32_t window = message.window & ((1U << kWindowBits) - 1);
-  progress_.reach(from, key_of(message.step, window, 0));
-  if (message.count == 0) return;
-  progress_.land(from, message.step);
-  base_.bell.ring();
-}
-
 void GradientExchange::end_step(Lock& lock) {
   base_.peers->send_all({.kind = PeerMessage::Kind::done, .step = step_});
   meet(lock, key_of(step_ + 1, 0, 0));
@@ -321,7 +244,7 @@ bool GradientExchange::is_whole(std::uint32_t chunk) const {
   return std::ranges::all_of(parts_of_[chunk], [this](std::uint32_t id) {
     const Part& part = parts_[id];
     const bool at_rest = !part.adding && part.waiting.empty();
-    return at_rest && (part.landed != step_ || part.pieces == base_.peers->count());
+    return at_rest && (part.landed != step_ || part.gradients == base_.peers->count());
   });
 }
 
@@ -351,6 +274,17 @@ void GradientExchange::end_look() {
   std::fill(numbers_.begin(), numbers_.end(), 0U);
 }
 
+// No sum of a machine below the key is still to come, or to go.
+bool GradientExchange::all_summed(Key at) const {
+  if (sums_ && sums_->reached() < at) return false;
+  for (std::uint32_t rank = 0; rank < base_.peers->count(); ++rank) {
+    const bool sums = collectors_.ranks(collectors_.member_of(rank)).size() > 1;
+    if (!sums || !base_.peers->is_far(rank) || progress_.has_left(rank)) continue;
+    if (summed_[rank] < at) return false;
+  }
+  return true;
+}
+
 // Everything that all ranks have ahead of the key is added.
 void GradientExchange::meet(Lock& lock, Key at) {
   progress_.meet(at);
@@ -359,10 +293,11 @@ void GradientExchange::meet(Lock& lock, Key at) {
                   [&] {
                     // Who has parted is told of in the next turn.
                     if (progress_.awaited() || progress_.any_parted(here())) return false;
-                    if (adding_ != 0) return false;
+                    if (adding_ != 0 || !all_summed(at)) return false;
                     return std::ranges::none_of(pending_, [&](std::uint32_t id) {
                       return std::ranges::any_of(
-                          parts_[id].waiting, [&](const Arrived& piece) { return piece.key < at; });
+                          parts_[id].waiting,
+                          [&](const GradientPiece& piece) { return piece.key < at; });
                     });
                   },
                   {"other ranks to end the step"});

@@ -22,6 +22,13 @@
 // left. One that has left and adds what others send must not wait for itself. The first gradient
 // of a step is told of as well: calls that all ranks make behind a step see who made none.
 //
+// Note [Sums of machines]
+// Where machines add up what is theirs first (machine_sums.hpp), the owner adds one piece of each
+// machine for a key, in the order of machines: the bits are then those of the number of machines,
+// however many ranks each has. What a rank says of its progress does not tell whether the sums that
+// it sends for others have gone: so that is told besides. Windows are added up by themselves, as
+// they come.
+//
 // Note [Looks]
 // Ranks may look at the sums before the step ends, all of them, as often. A look is a window of its
 // own: it begins a new range of windows, so that it is known of each rank how often it has looked,
@@ -39,20 +46,23 @@
 // rank waits where its outbox is full. Pieces of number 0 alone stay in outboxes: a rank may send
 // the second gradient of one parameter before the first of another, which others may wait for.
 // Later numbers are copied as soon as they come, to memory beside the budget (see above: they are
-// rare). Each rank sends the others in the order of their windows. Of all that are still to come,
-// that of the smallest window, of the lowest rank, waits for nobody, nor does anything that its
-// rank sends before it: rank by rank, each outbox empties. Sums rest in float32, so that each piece
-// can be added as it comes.
+// rare). Sums of machines wait in another order, see Note [A sum cannot deadlock]. Each rank sends
+// the others in the order of their windows. Of all that are still to come, that of the smallest
+// window, of the lowest rank, waits for nobody, nor does anything that its rank sends before it:
+// rank by rank, each outbox empties. Sums rest in float32, so that each piece can be added as it
+// comes.
 #pragma once
 
 #include <cstdint>
-#include <cstring>
 #include <memory>
 #include <optional>
 #include <vector>
 
 #include "engine/gradient_place.hpp"
+#include "engine/ranks/collectors.hpp"
 #include "engine/ranks/departures.hpp"
+#include "engine/ranks/gradient_piece.hpp"
+#include "engine/ranks/machine_sums.hpp"
 #include "engine/ranks/progress.hpp"
 #include "memory/crew.hpp"
 #include "optimizers/exact_sum.hpp"
@@ -97,6 +107,8 @@ class GradientExchange final {
   bool hand_over(std::uint32_t chunk);
 
   // What others say. False: it cannot be, and the session should end.
+  bool summed(std::uint32_t from, GradientKey key);
+  void make_room(std::uint32_t from);
   bool piece_came(std::uint32_t from, const PeerMessage& message);
   bool piece_taken(std::uint32_t from, std::uint64_t place);
   void window_began(std::uint32_t from, const PeerMessage& message);
@@ -138,21 +150,6 @@ class GradientExchange final {
 
  private:
   using Key = GradientKey;
-  struct Arrived {
-    std::uint32_t rank = 0;
-    Key key = 0;
-    const std::byte* bytes = nullptr;
-    Dtype dtype = Dtype::bfloat16;
-    bool lies_here = false;                  // in the outbox of this rank
-    std::shared_ptr<std::byte[]> kept = {};  // a copy, where it lies in no outbox
-
-    // See Note [The exchange cannot deadlock].
-    void keep(std::size_t count) {
-      kept = std::make_shared<std::byte[]>(count);
-      std::memcpy(kept.get(), bytes, count);
-      bytes = kept.get();
-    }
-  };
   // What a page of gradients holds of a parameter; the unit of exchange.
   struct Part {
     std::uint32_t param = 0;
@@ -160,19 +157,19 @@ class GradientExchange final {
     std::size_t first = 0;  // element, in the parameter
     std::size_t count = 0;
     // Of a part that this rank owns.
-    std::vector<Arrived> waiting = {};  // of each rank in the order of their keys
-    Key key = 0;                        // of what was added last, and whose it was, where ...
-    std::uint32_t rank = 0;
+    std::vector<GradientPiece> waiting = {};  // of each member in the order of their keys
+    Key key = 0;                              // of what was added last, and whose it was, where ...
+    std::uint32_t member = 0;
     std::int64_t landed = 0;       // ... the last step in which anything was, is this one
-    std::uint32_t pieces = 0;      // so many were, in that step
+    std::uint32_t gradients = 0;   // so many ranks' were, in that step
     std::int64_t handed_over = 0;  // the last step in which updates got it
     bool adding = false;
     ExactSum squares = {};  // of that step
   };
   struct Job {
     std::uint32_t part = 0;
-    std::vector<Arrived> pieces;  // the first ones of those that wait
-    std::vector<Piece> cut;       // of the part
+    std::vector<GradientPiece> pieces;  // the first ones of those that wait
+    std::vector<Piece> cut;             // of the part
     GradientPlace to;
     bool adds = false;  // to what is there
     ExactSum squares = {};
@@ -183,18 +180,26 @@ class GradientExchange final {
   void meet(Lock& lock, Key at) STRATA_REQUIRES(core_lock);
   void begin_landing(Lock& lock) STRATA_REQUIRES(core_lock);
   void make_parts();
-  Part* part_of(const PeerMessage& message);
-  bool land_now(Lock& lock, std::uint32_t part, const Arrived& mine) STRATA_REQUIRES(core_lock);
-  void tell_owner(const Departed& of, PeerMessage about);
-  void await(std::uint32_t part, const Arrived& piece);
-  std::vector<Arrived> addable(const Part& part) const;
-  std::unique_ptr<Job> begin(std::uint32_t part, std::vector<Arrived> pieces);
+  std::optional<std::uint32_t> part_of(const PeerMessage& message) const;
+  bool land_now(Lock& lock, std::uint32_t part, const GradientPiece& mine)
+      STRATA_REQUIRES(core_lock);
+  void tell(std::uint32_t to, std::uint32_t part, const GradientPiece& piece);
+  void send_sum(const MachineSums::Part& part, GradientPiece sum);
+  void tell_sums();
+  void say_full();
+  MachineSums::Part part_to_sum(std::uint32_t part) const;
+  void await(std::uint32_t part, const GradientPiece& piece);
+  Key to_come(std::uint32_t part, std::uint32_t member) const;
+  bool all_summed(Key at) const;
+  std::vector<GradientPiece> addable(std::uint32_t part) const;
+  std::unique_ptr<Job> begin(std::uint32_t part, std::vector<GradientPiece> pieces);
   void add(Job& job) const;
   void end(std::unique_ptr<Job> job);
 
   Foundation& base_;
   Updates& updates_;
   const bool early_;  // updates begin in the backward: they get what is whole
+  const Collectors collectors_;
   Departures departures_;
   std::vector<Part> parts_;
   std::vector<std::uint32_t> first_part_;             // by parameter, and one more
@@ -204,10 +209,13 @@ class GradientExchange final {
   std::uint32_t window_ = 0;
   Progress progress_;
   bool meets_ = false;
-  std::vector<std::uint32_t> numbers_;      // by parameter: its gradients in this window
-  std::vector<std::uint32_t> pending_;      // parts with pieces that wait
-  std::uint32_t adding_ = 0;                // parts that are being added to
-  std::uint64_t added_ = 0;                 // ... were
+  std::vector<std::uint32_t> numbers_;  // by parameter: its gradients in this window
+  std::vector<std::uint32_t> pending_;  // parts with pieces that wait
+  std::uint32_t adding_ = 0;            // parts that are being added to
+  std::uint64_t added_ = 0;             // ... were
+  std::vector<Key> summed_;             // by rank: no smaller sum comes from it
+  Key told_summed_ = 0;
+  std::optional<MachineSums> sums_;         // none: this machine has nothing to add up first
   std::unique_ptr<Crew<Job*, Job*>> crew_;  // last: its thread reads what is above
 };
 

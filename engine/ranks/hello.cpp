@@ -18,7 +18,7 @@ constexpr std::array<const char*, Hello::kFacts> kFactNames = {
     "another kind of device: all compute on GPUs, or none does",
     "other optimizers",
     "other pages or another way to store moments: budgets and page_size must be the same",
-    "another way to update, or another rank_gathers=",
+    "another way to update, or another rank_gathers= or rank_sums=",
 };
 constexpr std::uint64_t kFormat = 8;
 
@@ -70,7 +70,8 @@ Hello hello_of(const Config& config, const SeatOffer& offer, std::size_t area_by
                 codes_of(config), std::uint64_t{config.device != "host"}, rules_of(config),
                 std::uint64_t{offer.page_bytes} << 8 |
                     static_cast<std::uint64_t>(config.moment_dtype),
-                std::uint64_t{config.max_staleness} << 9 |
+                std::uint64_t{config.max_staleness} << 10 |
+                    std::uint64_t{config.machine_sums} << 9 |
                     std::uint64_t{config.coded_gathers} << 8 |
                     static_cast<std::uint64_t>(config.update) << 1 |
                     std::uint64_t{config.sums_ranks}},

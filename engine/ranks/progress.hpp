@@ -32,6 +32,16 @@ inline GradientKey key_of(std::int64_t step, std::uint32_t window, std::uint32_t
          GradientKey{window} << kNumberBits | number;
 }
 
+inline std::int64_t step_of(GradientKey key) {
+  return static_cast<std::int64_t>(key >> (kWindowBits + kNumberBits));
+}
+inline std::uint32_t window_of(GradientKey key) {
+  return static_cast<std::uint32_t>(key >> kNumberBits) & ((1U << kWindowBits) - 1);
+}
+inline std::uint32_t number_of(GradientKey key) {
+  return static_cast<std::uint32_t>(key) & ((1U << kNumberBits) - 1);
+}
+
 class Progress final {
  public:
   Progress(std::uint32_t rank, std::uint32_t count, GradientKey begin)

@@ -13,7 +13,7 @@ from typing import Any
 
 import strata
 import torch
-from rank_loops import BATCHES, Rank, batches_of, hash_of, make_model, train, wrap
+from rank_loops import BATCHES, Rank, batches_of, hash_of, make_model, options_of, train, wrap
 from safetensors.torch import save_file
 from strata._config.ranks import ranks_there
 from strata._runtime.wrapped import wrapped
@@ -72,6 +72,20 @@ def crosses(run: Rank) -> tuple[int, int]:
         counts = [n for of, _, n in state.session.owners(number) if of == run.rank]
         owned += sum(counts) * parameter.element_size()
     return sent, owned
+
+
+def sends(run: Rank, steps: int = 2, **options: Any) -> dict[str, Any]:
+    """The parameters after some steps, the bytes that this rank sent, and those of all gradients of
+    a step."""
+    model, optimizer = wrap(run, make_model(width=256), **options_of(run, options))
+    train(run, model, optimizer, steps)
+    state = wrapped(model)
+    assert state.wire is not None
+    return {
+        "hash": hash_of(model),
+        "sent": sum(state.wire.sent.values()),
+        "gradients": sum(parameter.nbytes for parameter in state.params),
+    }
 
 
 def shows(run: Rank, only_first: bool) -> dict[str, Any] | None:
@@ -223,6 +237,8 @@ def is_refused(run: Rank, what: str) -> list[str]:
         options["rank_gradients"] = "sum"
     if what == "gathers" and odd:
         options["rank_gathers"] = "int8"
+    if what == "machine sums" and odd:
+        options["rank_sums"] = "machines"
     if what == "workers" and odd:
         options["workers"] = -1
     if what == "tensor":

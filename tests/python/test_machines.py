@@ -85,6 +85,29 @@ def test_parameters_may_cross_as_codes(
     assert loaded["hash"] == found[0]["hash"]
 
 
+@pytest.mark.parametrize("case", ["float32", thorough("ssd")])
+def test_a_machine_may_send_one_sum_of_its_gradients(ranks: Ranks, case: str) -> None:
+    """Of three ranks, whose gradients it would send else; machines of one rank send theirs."""
+    steps, options = 2, CASES[case]
+    each = ranks.run("rank_promises.sends", "aaabbb", steps=steps, **options)
+    sums = ranks.run("rank_promises.sends", "aaabbb", steps=steps, rank_sums="machines", **options)
+    same([one["hash"] for one in sums])
+    sent = [sum(one["sent"] for one in run) for run in (each, sums)]
+    saved = (6 - 2) / 2 * steps * sums[0]["gradients"]  # a machine owns half of what it has
+    assert sent[0] - sent[1] == pytest.approx(saved, rel=0.1)
+    alone = [ranks.run("bits", EACH, rank_sums=how) for how in ("ranks", "machines")]
+    assert same(alone[0]) == same(alone[1])
+
+
+@pytest.mark.parametrize("update", ["in_backward", thorough("lock-free:0")])
+def test_sums_of_machines_have_the_same_bits_however_updates_begin(
+    ranks: Ranks, update: str
+) -> None:
+    how = {"of": len(TWICE), "rank_sums": "machines"}
+    expected = same(ranks.run("rank_modes.bits", TWICE, **how))
+    assert same(ranks.run("rank_modes.bits", TWICE, update=update, **how)) == expected
+
+
 def test_a_backward_outside_modules_sees_what_its_forward_saw(ranks: Ranks) -> None:
     exact = ranks.run("rank_gathers.penalises", EACH)
     assert same(ranks.run("rank_gathers.penalises", EACH, rank_gathers="int8")) == same(exact)

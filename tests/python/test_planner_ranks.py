@@ -70,6 +70,24 @@ def test_a_machine_gets_parameters_once_and_sends_the_gradients_of_each_rank(tra
         assert crossing.bytes == pytest.approx(expected, rel=0.01)
 
 
+def test_or_one_sum_of_them_in_float32(trace_path):
+    trace = load(trace_path).trace
+    nothing = [False] * len(trace.units)
+    each, sums = (
+        crossing_of(trace, nothing, Network(2, 8, 1e9, rank_sums=how)).bytes
+        for how in ("ranks", "machines")
+    )
+    trained = [unit for unit in trace.units if unit.grad_bytes]
+    saved = sum(4 * unit.param_bytes - 4 * unit.elements for unit in trained) / 2
+    assert saved > 0
+    assert each - sums == pytest.approx(saved, rel=0.01)
+    one_rank_each = (
+        crossing_of(trace, nothing, Network(2, 2, 1e9, rank_sums=how)).bytes
+        for how in ("ranks", "machines")
+    )
+    assert len(set(one_rank_each)) == 1
+
+
 def test_what_relays_keep_comes_once(trace_path):
     trace = load(trace_path).trace
     nothing = [False] * len(trace.units)
@@ -138,6 +156,7 @@ def test_ranks_share_the_speed_of_the_ssd(ask):
         (["--ranks", "3", "--machines", "2", "--link", "1GB/s"], "cannot be on --machines 2"),
         (["--ranks", "2", "--link", "1GB/s"], "--link is of several machines"),
         (["--ranks", "2", "--rank-gathers", "int8"], "--rank-gathers is of several machines"),
+        (["--ranks", "2", "--rank-sums", "machines"], "--rank-sums is of several machines"),
     ],
 )
 def test_ranks_that_cannot_be_asked_for_are_refused(trace_path, capsys, options, says):

@@ -141,6 +141,7 @@ def test_ctrl_c_ends_all_and_leaves_nothing(ranks: Ranks, tmp_path: Path, who: l
         ("versions", r"version of strata is \S+ on rank 0 and 0.0.0 on rank 1"),
         ("sums", "rank_gradients is mean on rank 0 and sum on rank 1"),
         ("gathers", "rank_gathers is exact on rank 0 and int8 on rank 1"),
+        ("machine sums", "rank_sums is ranks on rank 0 and machines on rank 1"),
         ("workers", r"workers must be .*-1|refused on rank 1: ValueError: workers must be"),
         ("tensor", r"'0.0.weight' is a .*DTensor with \(Shard\(dim=0\),\).*before it is sharded"),
     ],

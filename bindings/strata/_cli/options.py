@@ -26,6 +26,7 @@ from .._config.choices import (
     FORMS,
     IO_ENGINES,
     RANK_GATHERS,
+    RANK_SUMS,
     SPEED_OF,
     STATE_DTYPES,
     check_split,
@@ -67,6 +68,7 @@ CHOICES = {
     "--frozen": (AS_IS, *FORMS),
     "--io-engine": IO_ENGINES,
     "--rank-gathers": RANK_GATHERS,
+    "--rank-sums": RANK_SUMS,
     "--state-dtype": STATE_DTYPES,
 }
 SEVERAL = ("--ssd-path",)
@@ -155,6 +157,11 @@ def add_machine(parser: Parser) -> None:
         "--rank-gathers",
         f"what trains, to other machines: int8 is lossy ({DEFAULT})",
         default="exact",
+    )
+    add(
+        "--rank-sums",
+        f"whose gradients go to other machines: of ranks, or the sums of machines ({DEFAULT})",
+        default="ranks",
     )
     add("--device", f"whose figures are taken where none are told: {DEVICES}", default="auto")
     own = "(default: this machine's)"
@@ -281,8 +288,10 @@ def _check_machines(options: argparse.Namespace) -> None:
             if machines > 1
             else "--link is of several machines: say how many with --machines"
         )
-    if machines == 1 and options.rank_gathers != "exact":
-        raise ValueError("--rank-gathers is of several machines: say how many with --machines")
+    for option, usual in (("rank_gathers", "exact"), ("rank_sums", "ranks")):
+        if machines == 1 and getattr(options, option) != usual:
+            name = "--" + option.replace("_", "-")
+            raise ValueError(f"{name} is of several machines: say how many with --machines")
 
 
 def budgets_of(given: Mapping[str, int], page_bytes: int, grads_rest: bool = True) -> Budgets:

@@ -97,7 +97,9 @@ def reply(
     found = forecast(trace, costs, budgets, wishes, ranks * tokens)
     found = replace(found, changes=changes, ranks=ranks)
     if options.machines > 1:
-        network = Network(options.machines, ranks, options.link, options.rank_gathers)
+        network = Network(
+            options.machines, ranks, options.link, options.rank_gathers, options.rank_sums
+        )
         found = found.over_network(network)
     enough = 0 if found.feasible else here * _ssd_enough(trace, costs, budgets, wishes)
     return Answer(found, options.steps, options.ssd_endurance, enough, [*notes, *remarks(options)])

@@ -42,6 +42,7 @@ RECOMPUTES = frozenset(("recompute", "recompute_host", "recompute_ssd"))
 SWAPS = frozenset(("swap_host", "swap_ssd", "recompute_host", "recompute_ssd"))
 TO_SSD = frozenset(("swap_ssd", "recompute_ssd"))
 RANK_GATHERS = ("exact", "int8")
+RANK_SUMS = ("ranks", "machines")
 HOST = "host"
 DEVICES = ("auto", HOST, "cpu", "cuda")
 PAGE_BYTES_MIN, PAGE_BYTES_MAX = 64 << 10, 64 << 20

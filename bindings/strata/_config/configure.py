@@ -120,7 +120,10 @@ def config_of(
     }
     if options.ranks is not None:
         config["ranks"] = options.ranks.spec(
-            options.rank_gradients, options.rank_gathers, options.rank_timeout
+            gradients=options.rank_gradients,
+            gathers=options.rank_gathers,
+            sums=options.rank_sums,
+            timeout_s=options.rank_timeout,
         )
     return config
 

@@ -18,6 +18,7 @@ from .choices import (
     AS_IS,
     IO_ENGINES,
     RANK_GATHERS,
+    RANK_SUMS,
     check_page_size,
     check_snapshots,
     check_split,
@@ -82,6 +83,7 @@ class Options:
     rank_group: ProcessGroup | DeviceMesh | None = None  # checked where it is looked up
     rank_gradients: str = "mean"
     rank_gathers: str = "exact"
+    rank_sums: str = "ranks"
     rank_timeout: float | None = None
     ranks: Ranks | None = None  # none of wrap()'s: those of rank_group
 
@@ -109,6 +111,7 @@ class Options:
         check_frozen(self.frozen)
         check_choice("rank_gradients", self.rank_gradients, RANK_GRADIENTS)
         check_choice("rank_gathers", self.rank_gathers, RANK_GATHERS)
+        check_choice("rank_sums", self.rank_sums, RANK_SUMS)
         if self.rank_timeout is not None and not 0 < self.rank_timeout <= TIMEOUT_MAX_S:
             raise ValueError(
                 f"rank_timeout must be a number of seconds up to {TIMEOUT_MAX_S:.0f}, or None to "

@@ -72,9 +72,11 @@ class Ranks:
     machines: tuple[str, ...] = ()  # by rank: its name; none: all are of one
     group: Any = field(default=None, repr=False)  # of cpu_group(); None: on paper
 
-    def spec(self, gradients: str, gathers: str, timeout_s: float | None) -> RanksSpec:
-        """As the core takes it. `gradients`: one of RANK_GRADIENTS; `gathers`: one of RANK_GATHERS;
-        `timeout_s`: rank_timeout."""
+    def spec(
+        self, *, gradients: str, gathers: str, sums: str, timeout_s: float | None
+    ) -> RanksSpec:
+        """As the core takes it. `gradients`: one of RANK_GRADIENTS; `gathers`: of RANK_GATHERS;
+        `sums`: of RANK_SUMS; `timeout_s`: rank_timeout."""
         return {
             "rank": self.rank,
             "count": self.count,
@@ -85,6 +87,7 @@ class Ranks:
             "timeout_s": TIMEOUT_S,
             "sums": gradients == "sum",
             "coded_gathers": gathers == "int8",
+            "machine_sums": sums == "machines",
         }
 
     @property

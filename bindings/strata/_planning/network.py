@@ -7,7 +7,8 @@
 A machine gets what others hold of a unit once for each use of it, however many ranks it has: one
 of them relays it. What stays on the devices, or where it was relayed, comes once, for it is updated
 between two steps: of a pass back and forth, relays keep as much as they have room for. Each rank's
-gradient goes to who holds the unit, once, in the dtype of computation. Pages come ahead of
+gradient goes to who holds the unit, once, in the dtype of computation; under rank_sums="machines"
+each machine's sum does, in float32. Pages come ahead of
 their use and gradients leave beside the backward, so a step takes the longer of the two, the step
 without a network and the network.
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from .._core import Trace
 
 
+FLOAT32_BYTES = 4
 CODED_BYTES = 1 + 4 / 64  # of an element: a byte, and a float32 for each block of 64
 
 
@@ -36,7 +38,8 @@ class Network:
     machines: int
     ranks: int  # of all machines
     bytes_s: float  # of the link of a machine, each way
-    rank_gathers: str = "exact"  # as strata.wrap() takes it
+    rank_gathers: str = "exact"  # as strata.wrap() takes it, ...
+    rank_sums: str = "ranks"  # ... and this
     relay_bytes: int = 0  # of a machine: what pages of others have of its host memory
 
 
@@ -75,7 +78,8 @@ def crossing_of(trace: Trace, resident: Sequence[bool], network: Network) -> Cro
             comes += min(uses[number], 1) * rests
             again += max(uses[number] - 1, 0) * rests
             passing += held
-        sent += here * gradients
+        sums = network.rank_sums == "machines" and here > 1
+        sent += FLOAT32_BYTES * unit.elements if sums and gradients else here * gradients
         least += once + gradients
     # All chunks are shared out over all ranks alike.
     away = (network.machines - 1) / network.machines

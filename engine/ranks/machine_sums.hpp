@@ -1,0 +1,88 @@
+// MachineSums: gradients that are added up inside a machine before anything of them goes to another
+// one. One rank collects the pieces of a part (collectors.hpp). When all are there that will be, of
+// one key, they are added in float32, in the order of the ranks, and the sum goes on as one piece,
+// in this rank's outbox.
+//
+// Threads: one caller at a time (the core's lock). Added up is by a thread of its own.
+//
+//   MachineSums sums(base, departures, progress, collectors, false, send);
+//   sums.await({.number = 7, .owner = 2, .count = 4096}, piece);  // of a rank of this machine
+//   sums.turn();
+//   sums.reached();                            // no sum of a smaller key will come from here
+//
+// Note [A sum cannot deadlock]
+// Pieces that wait for those of other ranks lie in outboxes, and ranks that come to units in
+// different orders could fill theirs with what waits for each other. So a rank whose outbox is full
+// says so to those who have something of it, and they copy what cannot be added yet to memory
+// beside the budget (see make_room()). The same holds for sums that wait for those of other
+// machines. So every outbox empties, whatever the order, and of all sums that are still to come
+// that of the smallest key, of the first machine, waits for nobody.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "engine/ranks/collectors.hpp"
+#include "engine/ranks/departures.hpp"
+#include "engine/ranks/gradient_piece.hpp"
+#include "engine/ranks/progress.hpp"
+#include "memory/crew.hpp"
+
+namespace strata {
+
+class MachineSums final {
+ public:
+  struct Part {
+    std::uint32_t number = 0;
+    std::uint32_t owner = 0;
+    std::size_t count = 0;  // elements
+  };
+  // A sum that lies in this rank's outbox, taken for the owner.
+  using Send = std::function<void(const Part&, const GradientPiece& sum)>;
+
+  MachineSums(Foundation& base, Departures& departures, const Progress& progress,
+              const Collectors& collectors, bool threads, Send send);
+  ~MachineSums();
+  MachineSums(const MachineSums&) = delete;
+  MachineSums& operator=(const MachineSums&) = delete;
+
+  void await(const Part& part, GradientPiece piece);
+  // Starts and ends additions. True when anything moved.
+  bool turn();
+  // No sum of a smaller key will be sent on from here: of any part, or of that one.
+  GradientKey reached() const;
+  GradientKey reached(std::uint32_t part) const;
+  // What waits here of that rank, whose outbox is full, lies elsewhere from here on.
+  void make_room(std::uint32_t rank);
+
+ private:
+  struct Collected {
+    Part part;
+    std::vector<GradientPiece> waiting = {};  // of each rank in the order of their keys
+    bool adding = false;                      // the first ones of them
+  };
+  struct Job {
+    Part part;
+    std::vector<GradientPiece> pieces;
+    std::byte* to = nullptr;
+  };
+
+  GradientKey members_reached() const;
+  std::vector<GradientPiece> complete(const Collected& collected) const;
+  void end(std::unique_ptr<Job> job);
+
+  Foundation& base_;
+  Departures& departures_;
+  const Progress& progress_;
+  const Collectors& collectors_;
+  const Send send_;
+  std::map<std::uint32_t, Collected> collected_;  // by part: what is still to be sent on
+  std::uint32_t adding_ = 0;
+  std::unique_ptr<Crew<Job*, Job*>> crew_;  // last: its thread reads what is above
+};
+
+}  // namespace strata

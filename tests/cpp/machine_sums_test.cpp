@@ -1,0 +1,125 @@
+// Ranks of several machines, each of which adds up what is its own first: the bits are those of one
+// rank to which each machine's float32 sum landed, whichever way they update.
+#include <gtest/gtest.h>
+
+#include <vector>
+
+#include "rank_training.hpp"
+
+namespace strata {
+namespace {
+
+// Sums of machines of so many ranks: of a window, machine by machine.
+struct Machines {
+  std::uint32_t count = 2, each = 2;
+  std::uint32_t ranks() const { return count * each; }
+};
+
+// Of magnitudes so far apart that sums in float32 depend on their order.
+Bfloat16s wide(Bfloat16s gradient) {
+  for (std::uint16_t& half : gradient) {
+    const float value = from_bfloat16(half) * (half % 3 == 0 ? 1e-6f : 1.0f);
+    half = static_cast<std::uint16_t>(std::bit_cast<std::uint32_t>(value) >> 16);
+  }
+  return gradient;
+}
+
+RanksDevice lands_wide() {
+  RanksDevice device;
+  device.land = [](Session& session, std::uint32_t param, const Bfloat16s& gradient) {
+    session.land_gradient(param, wide(gradient).data(), Dtype::bfloat16);
+  };
+  return device;
+}
+
+// What one rank learns. `lacks`: batches that have no gradient of the first unit.
+std::vector<float> expected_of(Config config, const Machines& machines, int steps,
+                               const StepOptions& options, std::uint32_t batches,
+                               const std::function<bool(std::uint32_t)>& lacks = {}) {
+  config.update = UpdateMode::on_step;
+  Loopback alone(1);
+  const auto session = open_rank(alone, 0, config, 1);
+  fill_all(*session);
+  const auto units = static_cast<std::uint32_t>(config.units.size());
+  const std::uint32_t ranks = machines.ranks();
+  for (int step = 0; step < steps; ++step) {
+    for (std::uint32_t first = 0; first < batches; first += ranks) {
+      if (first != 0) session->begin_window();
+      for (std::uint32_t unit = units; unit-- > 0;) {
+        session->enter(UnitId{unit}, true);
+        for (std::uint32_t p = 0; p < config.params.size(); ++p) {
+          if (config.params[p].unit != UnitId{unit}) continue;
+          const auto* const at = reinterpret_cast<const std::uint16_t*>(session->device_address(p));
+          const Bfloat16s shown(at, at + config.params[p].numel);
+          for (std::uint32_t m = 0; m < machines.count; ++m) {
+            std::vector<float> sum;
+            for (std::uint32_t j = 0; j < machines.each; ++j) {
+              const std::uint32_t batch = first + m * machines.each + j;
+              if (unit == 0 && lacks && lacks(batch)) continue;
+              const Bfloat16s gradient = wide(gradient_of(shown, batch));
+              const bool begins = sum.empty();
+              sum.resize(gradient.size(), 0.0f);
+              for (std::size_t i = 0; i < sum.size(); ++i) {
+                const float value = from_bfloat16(gradient[i]);
+                sum[i] = begins ? value : sum[i] + value;
+              }
+            }
+            if (!sum.empty()) session->land_gradient(p, sum.data(), Dtype::float32);
+          }
+        }
+        session->leave(UnitId{unit});
+      }
+    }
+    session->step(config.groups, options);
+  }
+  std::vector<float> all = all_of(*session, Kind::master);
+  for (const Kind kind : {Kind::moment1, Kind::moment2}) {
+    const std::vector<float> moments = all_of(*session, kind);
+    all.insert(all.end(), moments.begin(), moments.end());
+  }
+  return all;
+}
+
+void expect_sums(Config config, const Machines& machines, const StepOptions& options,
+                 std::uint32_t windows = 2) {
+  const std::uint32_t batches = windows * machines.ranks();
+  const std::vector<float> expected = expected_of(config, machines, 3, options, batches);
+  const auto hosts = static_cast<Hosts>(machines.each);
+  // Without sums of machines the order is another, and so are the bits.
+  EXPECT_NE(expected,
+            trained(machines.ranks(), 3, config, options, {}, batches, hosts, lands_wide())[0]);
+  config.machine_sums = true;
+  expect_bits(expected,
+              trained(machines.ranks(), 3, config, options, {}, batches, hosts, lands_wide()));
+}
+
+TEST(MachineSums, AreThoseOfTheNumberOfMachines) {
+  for (const Machines& machines : {Machines{2, 2}, Machines{2, 3}, Machines{3, 2}}) {
+    SCOPED_TRACE(std::to_string(machines.count) + " machines");
+    expect_sums(roomy(), machines, {.max_norm = 0.5, .grad_divisor = 12.0});
+  }
+}
+
+TEST(MachineSums, SoWhereEachHasLittleMemory) {
+  const TempFolder folder;
+  expect_sums(tight(folder), {2, 2}, {.grad_divisor = 12.0});
+}
+
+TEST(MachineSums, SoWhereUpdatesBeginInTheBackward) {
+  Config config = roomy();
+  config.update = UpdateMode::in_backward;
+  expect_sums(config, {2, 2}, {}, 1);
+  config.update = UpdateMode::lock_free;
+  expect_sums(config, {2, 2}, {}, 1);
+}
+
+// With a rank for each machine there is nothing to add up: all bits are those of one rank.
+TEST(MachineSums, OfMachinesWithOneRankAreItsGradients) {
+  Config config = roomy();
+  config.machine_sums = true;
+  expect_the_same_for_all(config, {.max_norm = 0.5, .grad_divisor = 12.0}, {}, Hosts::one_each,
+                          {2, 3});
+}
+
+}  // namespace
+}  // namespace strata
