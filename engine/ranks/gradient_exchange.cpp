@@ -274,15 +274,14 @@ void GradientExchange::end_look() {
   std::fill(numbers_.begin(), numbers_.end(), 0U);
 }
 
-// No sum of a machine below the key is still to come, or to go.
-bool GradientExchange::all_summed(Key at) const {
-  if (sums_ && sums_->reached() < at) return false;
+// A rank of another machine that has sums to send ahead of where this one waits.
+std::optional<std::uint32_t> GradientExchange::sums_awaited() const {
   for (std::uint32_t rank = 0; rank < base_.peers->count(); ++rank) {
     const bool sums = collectors_.ranks(collectors_.member_of(rank)).size() > 1;
     if (!sums || !base_.peers->is_far(rank) || progress_.has_left(rank)) continue;
-    if (summed_[rank] < at) return false;
+    if (summed_[rank] < progress_.goal()) return rank;
   }
-  return true;
+  return std::nullopt;
 }
 
 // Everything that all ranks have ahead of the key is added.
@@ -293,7 +292,9 @@ void GradientExchange::meet(Lock& lock, Key at) {
                   [&] {
                     // Who has parted is told of in the next turn.
                     if (progress_.awaited() || progress_.any_parted(here())) return false;
-                    if (adding_ != 0 || !all_summed(at)) return false;
+                    if (adding_ != 0 || sums_awaited() || (sums_ && sums_->reached() < at)) {
+                      return false;
+                    }
                     return std::ranges::none_of(pending_, [&](std::uint32_t id) {
                       return std::ranges::any_of(
                           parts_[id].waiting,

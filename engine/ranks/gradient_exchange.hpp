@@ -24,10 +24,9 @@
 //
 // Note [Sums of machines]
 // Where machines add up what is theirs first (machine_sums.hpp), the owner adds one piece of each
-// machine for a key, in the order of machines: the bits are then those of the number of machines,
-// however many ranks each has. What a rank says of its progress does not tell whether the sums that
-// it sends for others have gone: so that is told besides. Windows are added up by themselves, as
-// they come.
+// machine for a key, in the order of machines. Windows are added up by themselves, as they come: to
+// wait for the last one would put all that crosses behind the backward. What a rank says of its
+// progress does not tell whether the sums that it sends for others have gone: so that is told, too.
 //
 // Note [Looks]
 // Ranks may look at the sums before the step ends, all of them, as often. A look is a window of its
@@ -131,11 +130,14 @@ class GradientExchange final {
   bool turn();
   // This rank has ended the step, or looks: until begin_step() or end_look().
   bool meets() const { return meets_; }
-  // Then: the first rank that has not come there; none: all have.
-  std::optional<std::uint32_t> awaited() const { return progress_.awaited(); }
+  // Then: the first rank that has not come there, or has sums to send; none: all have.
+  std::optional<std::uint32_t> awaited() const {
+    const std::optional<std::uint32_t> rank = progress_.awaited();
+    return rank ? rank : sums_awaited();
+  }
   // This rank cannot go on without that one: it awaits it, or has pieces that it has still to take.
   bool needs(std::uint32_t rank) const {
-    return progress_.awaits(rank) || departures_.holds_for(rank);
+    return progress_.awaits(rank) || sums_awaited() == rank || departures_.holds_for(rank);
   }
   // Then: that rank has ended the step where this one looks, or the other way round.
   bool parted(std::uint32_t rank) const { return progress_.parted(rank, here()); }
@@ -190,7 +192,7 @@ class GradientExchange final {
   MachineSums::Part part_to_sum(std::uint32_t part) const;
   void await(std::uint32_t part, const GradientPiece& piece);
   Key to_come(std::uint32_t part, std::uint32_t member) const;
-  bool all_summed(Key at) const;
+  std::optional<std::uint32_t> sums_awaited() const;
   std::vector<GradientPiece> addable(std::uint32_t part) const;
   std::unique_ptr<Job> begin(std::uint32_t part, std::vector<GradientPiece> pieces);
   void add(Job& job) const;

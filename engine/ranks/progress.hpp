@@ -64,6 +64,7 @@ class Progress final {
   void meet(GradientKey at) { reached_[rank_] = goal_ = at; }
   void end_meeting() { goal_ = 0; }
   bool meets() const { return goal_ != 0; }
+  GradientKey goal() const { return goal_; }  // 0: it does not
   // The first rank that has not come to where this one waits; none: all have.
   std::optional<std::uint32_t> awaited() const;
   bool awaits(std::uint32_t rank) const { return reached_[rank] < goal_; }
