@@ -77,7 +77,7 @@ def crosses(run: Rank) -> tuple[int, int]:
 def sends(run: Rank, steps: int = 2, **options: Any) -> dict[str, Any]:
     """The parameters after some steps, the bytes that this rank sent, and those of all gradients of
     a step."""
-    model, optimizer = wrap(run, make_model(width=256), **options_of(run, options))
+    model, optimizer = wrap(run, make_model(), **options_of(run, options))
     train(run, model, optimizer, steps)
     state = wrapped(model)
     assert state.wire is not None
