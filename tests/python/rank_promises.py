@@ -13,7 +13,17 @@ from typing import Any
 
 import strata
 import torch
-from rank_loops import BATCHES, Rank, batches_of, hash_of, make_model, options_of, train, wrap
+from rank_loops import (
+    BATCHES,
+    WIDTH,
+    Rank,
+    batches_of,
+    hash_of,
+    make_model,
+    options_of,
+    train,
+    wrap,
+)
 from safetensors.torch import save_file
 from strata._config.ranks import ranks_there
 from strata._runtime.wrapped import wrapped
@@ -75,15 +85,20 @@ def crosses(run: Rank) -> tuple[int, int]:
 
 
 def sends(run: Rank, steps: int = 2, **options: Any) -> dict[str, Any]:
-    """The parameters after some steps, the bytes that this rank sent, and those of all gradients of
-    a step."""
+    """The parameters after some steps, the bytes that this rank sent until all had those of the
+    last one, and the bytes of all gradients of a step."""
     model, optimizer = wrap(run, make_model(), **options_of(run, options))
     train(run, model, optimizer, steps)
+    with torch.no_grad():
+        model(torch.ones(3, WIDTH).to(next(model.parameters()).dtype))
+    run.meet()
     state = wrapped(model)
     assert state.wire is not None
+    sent = sum(state.wire.sent.values())
+    run.meet()  # what is read below crosses, too
     return {
         "hash": hash_of(model),
-        "sent": sum(state.wire.sent.values()),
+        "sent": sent,
         "gradients": sum(parameter.nbytes for parameter in state.params),
     }
 

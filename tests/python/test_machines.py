@@ -88,14 +88,14 @@ def test_parameters_may_cross_as_codes(
 @pytest.mark.parametrize("case", ["float32", thorough("ssd")])
 def test_a_machine_may_send_one_sum_of_its_gradients(ranks: Ranks, case: str) -> None:
     """In float32 half of what two ranks have, as much in bfloat16; machines of one rank send their
-    gradients."""
-    steps, options = 2, CASES[case]
+    gradients. Of parameters all send the same, as relays have room for them."""
+    steps, options = 2, {"memory": {"device": "4MiB", "host": "128MiB"}, **CASES[case]}
     each = ranks.run("rank_promises.sends", TWICE, steps=steps, **options)
     sums = ranks.run("rank_promises.sends", TWICE, steps=steps, rank_sums="machines", **options)
     same([one["hash"] for one in sums])
     sent = [sum(one["sent"] for one in run) for run in (each, sums)]
     saved = steps * sums[0]["gradients"] if "dtype" not in options else 0
-    assert sent[0] - sent[1] == pytest.approx(saved, abs=0.25 * steps * sums[0]["gradients"])
+    assert sent[0] - sent[1] == pytest.approx(saved, abs=0.04 * steps * sums[0]["gradients"])
     alone = [ranks.run("bits", EACH, rank_sums=how) for how in ("ranks", "machines")]
     assert same(alone[0]) == same(alone[1])
 
