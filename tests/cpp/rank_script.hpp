@@ -10,9 +10,11 @@
 #include <algorithm>
 #include <cstdint>
 #include <random>
+#include <string>
 #include <vector>
 
 #include "configs.hpp"
+#include "doubles/virtual_network.hpp"
 #include "engine/residence.hpp"
 #include "engine/steps.hpp"
 #include "random_session.hpp"
@@ -47,7 +49,13 @@ struct Script {
   bool goes_on = false;        // behind a refusal
   bool doubles = false;        // every backward has two gradients of every parameter
   bool tells = false;          // who ends by an error tells the others, and is lost then
+  VirtualNetworkOptions network{};
 
+  // By rank.
+  std::vector<std::string> machines() const {
+    if (!model.machines.empty()) return model.machines;
+    return std::vector<std::string>(ranks);
+  }
   bool early() const { return model.update == UpdateMode::in_backward; }
   // Updates may lag, so bits depend on who comes when: parameters count the gradients in them.
   bool counts() const { return model.max_staleness != 0; }
@@ -70,6 +78,19 @@ inline void choose_update(std::mt19937_64& random, Script& script) {
     group.lr = 1.0;
   }
   for (std::vector<float>& values : script.initial) std::fill(values.begin(), values.end(), 0.0f);
+}
+
+// Which ranks are of one machine, and what lies between those of several.
+inline void choose_machines(std::mt19937_64& random, Script& script) {
+  if (script.ranks == 1 || below(random, 2) == 0) return;
+  std::vector<std::string>& machines = script.model.machines;
+  for (std::uint32_t rank = 0; rank < script.ranks; ++rank) {
+    machines.push_back("m" + std::to_string(below(random, 2 + rank / 3)));
+  }
+  if (std::ranges::count(machines, machines[0]) == std::ssize(machines)) machines.back() = "m9";
+  script.model.machine_sums = below(random, 2) == 0;
+  script.network.latency_ns = static_cast<std::int64_t>(below(random, 300'000));
+  script.network.bytes_s = 1e8 * static_cast<double>(1 + below(random, 100));
 }
 
 inline std::vector<Look> choose_looks(std::mt19937_64& random, const Config& model) {
@@ -122,6 +143,7 @@ inline Script write_script(std::mt19937_64& random, Trouble trouble) {
   script.ranks = alone ? 1 : 2 + static_cast<std::uint32_t>(below(random, 3));
   script.culprit = static_cast<std::uint32_t>(below(random, script.ranks));
   choose_update(random, script);
+  choose_machines(random, script);
   const std::size_t steps = 2 + below(random, 3);
   for (std::size_t i = 0; i < steps; ++i) {
     Script::Step& step = script.steps.emplace_back();

@@ -58,12 +58,12 @@ class SimulatedRank final {
         told_.said_bye = true;
         session_->leave_ranks(false);
       });
-      lose();
+      lose(Ending::parts);
     } catch (const StrataError& error) {
       told_.error = error.error();
       // A process that ends by an error dies, and says so before if it can.
       if (world_.script.tells) give_up();
-      lose();
+      lose(world_.script.tells ? Ending::parts : Ending::dies);
     } catch (const Broken& broken) {
       world_.result.broken = "rank " + std::to_string(rank_) + " of " +
                              std::to_string(config_.ranks) + ", mode " +
@@ -96,7 +96,7 @@ class SimulatedRank final {
     parts.worker_is_done = [this, pace] { return below(pace) == 0; };
     parts.looks_max = kLooksMax;
     parts.turned = [this](const PageTable& table, const Claims& claims) { check(table, claims); };
-    if (config_.ranks > 1) parts.meeting = world_.machine.meeting(rank_);
+    if (config_.ranks > 1) parts.meeting = world_.network.meeting(rank_);
     session_ = std::make_unique<Session>(config_, std::move(parts));
   }
 
@@ -113,6 +113,7 @@ class SimulatedRank final {
   // Nothing moved here: time passes, and others may come.
   void idle() {
     world_.clock.advance(10'000);
+    world_.network.carry(world_.clock.now_ns());
     if (rank_ == world_.script.culprit) trouble();
     if (world_.turns.handed() > world_.last_call + kHang) {
       std::string all;
@@ -146,8 +147,9 @@ class SimulatedRank final {
     }
   }
 
-  void lose() {
+  void lose(Ending how) {
     told_.lost = true;
+    world_.network.end(rank_, how);
     world_.machine.lose(rank_);
   }
 
@@ -162,7 +164,7 @@ class SimulatedRank final {
     world_.trouble_in = UINT64_MAX;
     world_.result.happened = true;
     if (world_.trouble == Trouble::damaged) return damage();
-    lose();
+    lose(Ending::dies);
     world_.turns.park(rank_);
     throw Turns::Over{};
   }
@@ -389,6 +391,8 @@ RanksResult simulate_ranks(std::uint64_t seed, Trouble trouble) {
   for (auto& rank : ranks) rank->close();
   for (const auto& rank : ranks) world.result.faults += rank->faults();
   world.result.handed = world.turns.handed();
+  world.result.carried = world.network.carried();
+  world.result.sums = world.oracle.sums();
   return world.result;
 }
 
