@@ -118,6 +118,8 @@ class Tiers final {
   void check_resting(const Residence& then) const;
   // Throws StrataError (config) where the SSD's budget has no room for so many slots more.
   void check_kept(const Claims& now, std::uint64_t slots) const;
+  // For what waits for time to pass.
+  std::int64_t now_ns() const { return now_(); }
 
  private:
   void pin(std::size_t host_bytes);

@@ -53,7 +53,7 @@ struct PeerMessage {
     bye,        // no more steps
     failed,     // its session has ended with an error
     grown,      // `at` bytes of its memory are claimed
-    full,       // its outbox: what lies there and cannot be added yet is to be copied away
+    jammed,     // its outbox is full, and nothing of it is taken; `count`: 0: that is over
     // To ranks of other machines alone:
     summed,  // no sum of its machine with a smaller key than `at` will come from it
     board,   // its board has changed: that part lies at `at` there
@@ -65,9 +65,7 @@ struct PeerMessage {
   std::uint32_t part = 0;
   std::uint32_t window = 0;
   std::uint32_t count = 0;
-  // Of a piece: Dtype, and beside it how many ranks' it is the sum of; of a grant: coded_as(), or
-  // 0.
-  std::uint32_t dtype = 0;
+  std::uint32_t dtype = 0;  // of a piece: piece_dtype(); of a grant: coded_as(), or 0
   std::uint64_t at = 0;     // in bytes, from the beginning of the sender's memory
   std::uint64_t bytes = 0;  // of what lies there, and goes along to another machine
   std::int64_t step = 0;
@@ -77,9 +75,9 @@ struct PeerMessage {
 };
 static_assert(sizeof(PeerMessage) == 56 && std::is_trivially_copyable_v<PeerMessage>);
 
-// The `dtype` of a piece.
+// The `dtype` of a piece: that of its values, and how many ranks' gradients it is the sum of.
 constexpr int kGradientsShift = 8;
-constexpr std::uint32_t summed_as(Dtype dtype, std::uint32_t gradients) {
+constexpr std::uint32_t piece_dtype(Dtype dtype, std::uint32_t gradients) {
   return static_cast<std::uint32_t>(dtype) | gradients << kGradientsShift;
 }
 

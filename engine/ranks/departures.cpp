@@ -4,31 +4,47 @@
 #include <utility>
 
 #include "memory/check.hpp"
-#include "memory/clock.hpp"
 
 namespace strata {
+namespace {
 
-Departures::Departures(Foundation& base, GradientCopies& copies, std::function<void()> full)
-    : base_(base),
-      copies_(copies),
-      full_(std::move(full)),
-      outbox_(base.outbox, base.claims.outbox_frames * base.layout.page_bytes) {
-  STRATA_ASSERT(outbox_.capacity() >= base_.layout.page_bytes);
+std::size_t outbox_bytes(const Foundation& base) {
+  return base.claims.outbox_frames * base.layout.page_bytes;
 }
 
-std::byte* Departures::take(std::uint32_t rank, std::size_t bytes) {
-  std::byte* place = outbox_.take(rank, bytes);
-  if (place == nullptr && full_ && !std::exchange(said_full_, true)) {
-    full_();
-    place = outbox_.take(rank, bytes);  // where what waited here was copied away
-  }
-  if (place != nullptr) said_full_ = false;
+}  // namespace
+
+Departures::Departures(Foundation& base, GradientCopies& copies, bool adds_up)
+    : base_(base),
+      copies_(copies),
+      gradients_{Outbox(base.outbox, outbox_bytes(base) / (adds_up ? 2 : 1))} {
+  const std::size_t bytes = gradients_.outbox.capacity();
+  STRATA_ASSERT(bytes >= base_.layout.page_bytes);
+  if (adds_up) sums_.emplace(Outbox(base.outbox + bytes, bytes));
+}
+
+std::byte* Departures::take(Box& box, std::uint32_t rank, std::size_t bytes) {
+  std::byte* const place = box.outbox.take(rank, bytes);
+  if (place != nullptr)
+    box.full_since_ns.reset();
+  else if (!box.full_since_ns)
+    box.full_since_ns = base_.tiers.now_ns();
   return place;
 }
 
 bool Departures::give_back(std::uint32_t rank, const std::byte* place) {
-  said_full_ = false;
-  return outbox_.give_back(rank, place);
+  const bool of_sums = sums_ && place >= base_.outbox + gradients_.outbox.capacity();
+  Box& box = of_sums ? *sums_ : gradients_;
+  box.full_since_ns.reset();
+  return box.outbox.give_back(rank, place);
+}
+
+bool Departures::empty() const {
+  return gradients_.outbox.empty() && (!sums_ || sums_->outbox.empty());
+}
+
+bool Departures::holds_for(std::uint32_t rank) const {
+  return gradients_.outbox.holds_for(rank) || (sums_ && sums_->outbox.holds_for(rank));
 }
 
 void Departures::let_go(const GradientPiece& piece) {
@@ -49,7 +65,16 @@ void Departures::keep(GradientPiece& piece, std::size_t bytes) {
 
 bool Departures::is_stuck() const {
   constexpr std::int64_t kStuckNs = 5'000'000'000;
-  return full_since_ns_ != 0 && now_ns() - full_since_ns_ > kStuckNs;
+  return waits_since_ns_ && base_.tiers.now_ns() - *waits_since_ns_ > kStuckNs;
+}
+
+bool Departures::is_jammed(const Box& box) const {
+  constexpr std::int64_t kJammedNs = 250'000'000;
+  return box.full_since_ns && base_.tiers.now_ns() - *box.full_since_ns > kJammedNs;
+}
+
+bool Departures::is_jammed() const {
+  return is_jammed(gradients_) || (sums_ && is_jammed(*sums_));
 }
 
 Departures::Gradient::Gradient(Departures& departures, const IncomingGradient& gradient,
@@ -68,7 +93,7 @@ Departures::Gradient::~Gradient() {
 
 void Departures::Gradient::send(Lock& lock, const DepartingPart& part) {
   Departed leaving{.part = part};
-  if (part.outside) leaving.outside = std::make_shared<std::byte[]>(part.bytes);
+  if (part.outside) leaving.outside = std::make_shared_for_overwrite<std::byte[]>(part.bytes);
   std::byte* const place = part.outside ? leaving.outside.get() : take_place(lock, part);
   leaving.at = place;
   if (by_processor_) {
@@ -94,10 +119,10 @@ std::byte* Departures::Gradient::take_place(Lock& lock, const DepartingPart& par
     place = of_.take(part.owner, part.bytes);
   }
   if (place != nullptr) return place;
-  of_.full_since_ns_ = now_ns();
+  of_.waits_since_ns_ = of_.base_.tiers.now_ns();
   of_.base_.gate.wait(lock, [&] { return (place = of_.take(part.owner, part.bytes)) != nullptr; },
                       {"other ranks to take gradients", gradient_.unit});
-  of_.full_since_ns_ = 0;
+  of_.waits_since_ns_.reset();
   return place;
 }
 

@@ -18,6 +18,7 @@
 #include <deque>
 #include <functional>
 #include <memory>
+#include <optional>
 
 #include "engine/gradient_copies.hpp"
 #include "engine/gradient_place.hpp"
@@ -43,33 +44,47 @@ struct Departed {
 
 class Departures final {
  public:
-  // `full`: is called where the outbox has no room, again whenever what lies there has changed.
-  Departures(Foundation& base, GradientCopies& copies, std::function<void()> full);
+  // `adds_up`: half of the outbox is for sums. A gradient that waits for its sum, and a sum that
+  // waits for room, would else wait for each other.
+  Departures(Foundation& base, GradientCopies& copies, bool adds_up);
   Departures(const Departures&) = delete;
   Departures& operator=(const Departures&) = delete;
 
   class Gradient;
 
-  // A place for what that rank is to read; null: there is none now.
-  std::byte* take(std::uint32_t rank, std::size_t bytes);
+  // A place for what that rank is to read: of a gradient, or a sum; null: there is none now.
+  std::byte* take(std::uint32_t rank, std::size_t bytes) { return take(gradients_, rank, bytes); }
+  std::byte* take_for_sum(std::uint32_t rank, std::size_t bytes) {
+    return take(*sums_, rank, bytes);
+  }
   // False: that rank has no such place.
   bool give_back(std::uint32_t rank, const std::byte* place);
   // A piece that came here was added: its place, in whichever outbox, is free again.
   void let_go(const GradientPiece& piece);
   // It waits here: likewise, as there is a copy of its bytes.
   void keep(GradientPiece& piece, std::size_t bytes);
-  bool empty() const { return outbox_.empty(); }
-  bool holds_for(std::uint32_t rank) const { return outbox_.holds_for(rank); }
+  bool empty() const;
+  bool holds_for(std::uint32_t rank) const;
   // A gradient has waited for others for long.
   bool is_stuck() const;
+  // There was no place for a gradient, or a sum, and none has been free since, for a while that is
+  // short to people and long to networks.
+  bool is_jammed() const;
 
  private:
+  struct Box {
+    Outbox outbox;
+    std::optional<std::int64_t> full_since_ns{};  // none: there was room
+  };
+
+  std::byte* take(Box& box, std::uint32_t rank, std::size_t bytes);
+  bool is_jammed(const Box& box) const;
+
   Foundation& base_;
   GradientCopies& copies_;
-  const std::function<void()> full_;
-  Outbox outbox_;
-  bool said_full_ = false;          // since what lies there has changed
-  std::int64_t full_since_ns_ = 0;  // a gradient waits for a place; 0: none does
+  Box gradients_;
+  std::optional<Box> sums_;
+  std::optional<std::int64_t> waits_since_ns_;  // a gradient waits for a place; none: none does
 };
 
 // One of them. When it goes, whatever became of it, nothing of the device reads its memory.

@@ -13,12 +13,11 @@ GradientExchange::GradientExchange(Foundation& base, Updates& updates, GradientC
       updates_(updates),
       early_(base.config.update == UpdateMode::in_backward),
       collectors_(base.config),
-      departures_(
-          base, copies,
-          collectors_.by_machine() ? std::function<void()>([this] { say_full(); }) : nullptr),
+      departures_(base, copies, collectors_.here().size() > 1),
       progress_(base.peers->rank(), base.peers->count(), key_of(step_, 0, 0)),
       numbers_(base.config.params.size(), 0),
-      summed_(base.peers->count(), key_of(step_, 0, 0)) {
+      to_come_(*base.peers, collectors_, progress_),
+      jammed_(base.peers->count(), false) {
   STRATA_ASSERT(base_.layout.accumulate);
   make_parts();
   if (collectors_.here().size() > 1) {
@@ -121,8 +120,7 @@ void GradientExchange::await(std::uint32_t id, const GradientPiece& piece) {
 GradientExchange::Key GradientExchange::to_come(std::uint32_t id, std::uint32_t member) const {
   const std::uint32_t sender = collectors_.sender(id, member);
   if (collectors_.ranks(member).size() > 1) {
-    if (!base_.peers->is_far(sender)) return sums_->reached(id);
-    return progress_.has_left(sender) ? UINT64_MAX : summed_[sender];
+    return base_.peers->is_far(sender) ? to_come_.reached(sender) : sums_->reached(id);
   }
   return progress_.has_left(sender) ? UINT64_MAX : progress_.reached(sender);
 }
@@ -215,6 +213,7 @@ void GradientExchange::end(std::unique_ptr<Job> job) {
 bool GradientExchange::turn() {
   bool moved = sums_ && sums_->turn();
   if (sums_) tell_sums();
+  if (collectors_.by_machine()) look_for_jams();
   for (Job* done = nullptr; crew_->collect(done);) {
     end(std::unique_ptr<Job>(done));
     moved = true;
@@ -244,7 +243,8 @@ bool GradientExchange::is_whole(std::uint32_t chunk) const {
   return std::ranges::all_of(parts_of_[chunk], [this](std::uint32_t id) {
     const Part& part = parts_[id];
     const bool at_rest = !part.adding && part.waiting.empty();
-    return at_rest && (part.landed != step_ || part.gradients == base_.peers->count());
+    const bool none = part.landed != step_ && !collectors_.by_machine();
+    return at_rest && (none || (part.landed == step_ && part.gradients == base_.peers->count()));
   });
 }
 
@@ -274,16 +274,6 @@ void GradientExchange::end_look() {
   std::fill(numbers_.begin(), numbers_.end(), 0U);
 }
 
-// A rank of another machine that has sums to send ahead of where this one waits.
-std::optional<std::uint32_t> GradientExchange::sums_awaited() const {
-  for (std::uint32_t rank = 0; rank < base_.peers->count(); ++rank) {
-    const bool sums = collectors_.ranks(collectors_.member_of(rank)).size() > 1;
-    if (!sums || !base_.peers->is_far(rank) || progress_.has_left(rank)) continue;
-    if (summed_[rank] < progress_.goal()) return rank;
-  }
-  return std::nullopt;
-}
-
 // Everything that all ranks have ahead of the key is added.
 void GradientExchange::meet(Lock& lock, Key at) {
   progress_.meet(at);
@@ -292,9 +282,8 @@ void GradientExchange::meet(Lock& lock, Key at) {
                   [&] {
                     // Who has parted is told of in the next turn.
                     if (progress_.awaited() || progress_.any_parted(here())) return false;
-                    if (adding_ != 0 || sums_awaited() || (sums_ && sums_->reached() < at)) {
-                      return false;
-                    }
+                    if (adding_ != 0 || to_come_.awaited()) return false;
+                    if (sums_ && sums_->reached() < at) return false;
                     return std::ranges::none_of(pending_, [&](std::uint32_t id) {
                       return std::ranges::any_of(
                           parts_[id].waiting,

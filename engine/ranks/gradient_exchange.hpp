@@ -25,8 +25,8 @@
 // Note [Sums of machines]
 // Where machines add up what is theirs first (machine_sums.hpp), the owner adds one piece of each
 // machine for a key, in the order of machines. Windows are added up by themselves, as they come: to
-// wait for the last one would put all that crosses behind the backward. What a rank says of its
-// progress does not tell whether the sums that it sends for others have gone: so that is told, too.
+// wait for the last one would put all that crosses behind the backward. What is owned here, too,
+// comes by way of another rank: that a rank has completed a unit does not tell that all of it came.
 //
 // Note [Looks]
 // Ranks may look at the sums before the step ends, all of them, as often. A look is a window of its
@@ -45,8 +45,8 @@
 // rank waits where its outbox is full. Pieces of number 0 alone stay in outboxes: a rank may send
 // the second gradient of one parameter before the first of another, which others may wait for.
 // Later numbers are copied as soon as they come, to memory beside the budget (see above: they are
-// rare). Sums of machines wait in another order, see Note [A sum cannot deadlock]. Each rank sends
-// the others in the order of their windows. Of all that are still to come, that of the smallest
+// rare). Where machines add up, other orders hold: see Note [Jams]. Each rank sends the others in
+// the order of their windows. Of all that are still to come, that of the smallest
 // window, of the lowest rank, waits for nobody, nor does anything that its rank sends before it:
 // rank by rank, each outbox empties. Sums rest in float32, so that each piece can be added as it
 // comes.
@@ -63,6 +63,7 @@
 #include "engine/ranks/gradient_piece.hpp"
 #include "engine/ranks/machine_sums.hpp"
 #include "engine/ranks/progress.hpp"
+#include "engine/ranks/sums_to_come.hpp"
 #include "memory/crew.hpp"
 #include "optimizers/exact_sum.hpp"
 
@@ -97,8 +98,8 @@ class GradientExchange final {
   ExactSum squares(std::uint32_t param) const;
 
   // Of updates that begin in the backward. The step that lands now, by a count of all ranks; sums
-  // that anything was added to, since the start; nothing of the chunk is on its way to its sum, and
-  // all ranks' pieces are in what has landed of it.
+  // that anything was added to, since the start; whether all that ranks have of the chunk is in its
+  // sums, as far as is known. REQUIRES of the last: all have completed its unit.
   std::int64_t step() const { return step_; }
   std::uint64_t added() const { return added_; }
   bool is_whole(std::uint32_t chunk) const;
@@ -107,7 +108,7 @@ class GradientExchange final {
 
   // What others say. False: it cannot be, and the session should end.
   bool summed(std::uint32_t from, GradientKey key);
-  void make_room(std::uint32_t from);
+  bool jammed(std::uint32_t from, bool is);
   bool piece_came(std::uint32_t from, const PeerMessage& message);
   bool piece_taken(std::uint32_t from, std::uint64_t place);
   void window_began(std::uint32_t from, const PeerMessage& message);
@@ -133,11 +134,11 @@ class GradientExchange final {
   // Then: the first rank that has not come there, or has sums to send; none: all have.
   std::optional<std::uint32_t> awaited() const {
     const std::optional<std::uint32_t> rank = progress_.awaited();
-    return rank ? rank : sums_awaited();
+    return rank ? rank : to_come_.awaited();
   }
   // This rank cannot go on without that one: it awaits it, or has pieces that it has still to take.
   bool needs(std::uint32_t rank) const {
-    return progress_.awaits(rank) || sums_awaited() == rank || departures_.holds_for(rank);
+    return progress_.awaits(rank) || departures_.holds_for(rank);
   }
   // Then: that rank has ended the step where this one looks, or the other way round.
   bool parted(std::uint32_t rank) const { return progress_.parted(rank, here()); }
@@ -188,11 +189,12 @@ class GradientExchange final {
   void tell(std::uint32_t to, std::uint32_t part, const GradientPiece& piece);
   void send_sum(const MachineSums::Part& part, GradientPiece sum);
   void tell_sums();
-  void say_full();
+  void look_for_jams();
+  void make_room();
   MachineSums::Part part_to_sum(std::uint32_t part) const;
   void await(std::uint32_t part, const GradientPiece& piece);
   Key to_come(std::uint32_t part, std::uint32_t member) const;
-  std::optional<std::uint32_t> sums_awaited() const;
+  bool awaits_jammed(std::uint32_t part) const;
   std::vector<GradientPiece> addable(std::uint32_t part) const;
   std::unique_ptr<Job> begin(std::uint32_t part, std::vector<GradientPiece> pieces);
   void add(Job& job) const;
@@ -215,8 +217,9 @@ class GradientExchange final {
   std::vector<std::uint32_t> pending_;  // parts with pieces that wait
   std::uint32_t adding_ = 0;            // parts that are being added to
   std::uint64_t added_ = 0;             // ... were
-  std::vector<Key> summed_;             // by rank: no smaller sum comes from it
+  SumsToCome to_come_;
   Key told_summed_ = 0;
+  std::vector<bool> jammed_;                // by rank, as it said last
   std::optional<MachineSums> sums_;         // none: this machine has nothing to add up first
   std::unique_ptr<Crew<Job*, Job*>> crew_;  // last: its thread reads what is above
 };

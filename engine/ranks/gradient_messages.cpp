@@ -47,7 +47,7 @@ void GradientExchange::tell(std::uint32_t to, std::uint32_t id, const GradientPi
                          .part = id - first_part_[part.param],
                          .window = window_of(piece.key),
                          .count = number_of(piece.key),
-                         .dtype = summed_as(piece.dtype, piece.gradients),
+                         .dtype = piece_dtype(piece.dtype, piece.gradients),
                          .at = base_.peers->place(piece.bytes),
                          .bytes = part.count * size_of(piece.dtype),
                          .step = step_of(piece.key)});
@@ -73,31 +73,52 @@ void GradientExchange::tell_sums() {
 }
 
 bool GradientExchange::summed(std::uint32_t from, Key key) {
-  if (!collectors_.by_machine() || !base_.peers->is_far(from)) return false;
-  summed_[from] = std::max(summed_[from], key);
+  if (!to_come_.reach(from, key)) return false;
   base_.bell.ring();
   return true;
 }
 
-// See Note [A sum cannot deadlock].
-void GradientExchange::say_full() {
-  const std::uint32_t here = base_.peers->rank();
-  for (std::uint32_t rank = 0; rank < base_.peers->count(); ++rank) {
-    if (rank == here || !departures_.holds_for(rank)) continue;
-    base_.peers->send(rank, {.kind = PeerMessage::Kind::full});
-  }
-  make_room(here);
+bool GradientExchange::jammed(std::uint32_t from, bool is) {
+  if (!collectors_.by_machine()) return false;
+  jammed_[from] = is;
+  base_.bell.ring();
+  return true;
 }
 
-void GradientExchange::make_room(std::uint32_t from) {
-  if (sums_) sums_->make_room(from);
+// See Note [Jams].
+void GradientExchange::look_for_jams() {
+  const std::uint32_t here = base_.peers->rank();
+  if (departures_.is_jammed() != jammed_[here]) {
+    jammed_[here].flip();
+    base_.peers->send_all(
+        {.kind = PeerMessage::Kind::jammed, .count = std::uint32_t{jammed_[here]}});
+  }
+  if (std::ranges::find(jammed_, true) != jammed_.end()) make_room();
+}
+
+// What waits for a rank that is jammed, and holds room of one that is, lies elsewhere from here on.
+void GradientExchange::make_room() {
+  if (sums_) sums_->make_room(jammed_);
   for (const std::uint32_t id : pending_) {
+    if (!awaits_jammed(id)) continue;
     Part& part = parts_[id];
-    if (part.adding) continue;
     for (GradientPiece& piece : part.waiting) {
-      if (piece.rank == from) departures_.keep(piece, part.count * size_of(piece.dtype));
+      if (jammed_[piece.rank]) departures_.keep(piece, part.count * size_of(piece.dtype));
     }
   }
+}
+
+bool GradientExchange::awaits_jammed(std::uint32_t id) const {
+  const Part& part = parts_[id];
+  if (part.adding || part.waiting.empty()) return false;
+  for (std::uint32_t member = 0; member < collectors_.members(); ++member) {
+    const bool there =
+        std::ranges::find(part.waiting, member, &GradientPiece::member) != part.waiting.end();
+    const auto& ranks = collectors_.ranks(member);
+    const auto is_jammed = [this](std::uint32_t rank) { return bool{jammed_[rank]}; };
+    if (!there && std::ranges::any_of(ranks, is_jammed)) return true;
+  }
+  return false;
 }
 
 // The part that a message is about; none: there is no such part.
@@ -132,7 +153,9 @@ bool GradientExchange::piece_came(std::uint32_t from, const PeerMessage& message
   // 2. Or one that goes to the sum at once; of a machine of several ranks by one of them.
   const bool is_sum = !to_sum && collectors_.ranks(piece.member).size() > 1;
   if (is_sum && collectors_.sender(*id, piece.member) != from) return false;
-  if (piece.key < (is_sum ? summed_[from] : progress_.reached(from))) return false;
+  if (piece.key < (is_sum ? to_come_.reached(from) : progress_.reached(from))) return false;
+  const std::size_t most = is_sum ? collectors_.ranks(piece.member).size() : 1;
+  if (piece.gradients == 0 || piece.gradients > most) return false;
   if (message.count != 0) departures_.keep(piece, message.bytes);
   if (to_sum)
     sums_->await(part_to_sum(*id), piece);

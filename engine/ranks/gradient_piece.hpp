@@ -31,14 +31,14 @@ struct GradientPiece {
   std::shared_ptr<std::byte[]> kept = {};  // a copy, where it lies in no outbox
 
   void keep(std::size_t size) {
-    kept = std::make_shared<std::byte[]>(size);
+    kept = std::make_shared_for_overwrite<std::byte[]>(size);
     std::memcpy(kept.get(), bytes, size);
     bytes = kept.get();
   }
 };
 
 // Adds elements [first, first + count) of the pieces, one after another, to float32 sums, as `mode`
-// says of the first. Those of one dtype, as good as always all of them, are added in one pass.
+// says of the first. Neighbours of one dtype are added in one pass.
 // Returns the squares of the sums. REQUIRES: there are pieces.
 inline double add_pieces(const Kernels& kernels, void* to, std::span<const GradientPiece> pieces,
                          std::size_t first, std::size_t count, GradMode mode) {

@@ -1,6 +1,7 @@
 #include "engine/ranks/machine_sums.hpp"
 
 #include <algorithm>
+#include <cstring>
 #include <utility>
 
 #include "memory/check.hpp"
@@ -17,8 +18,7 @@ MachineSums::MachineSums(Foundation& base, Departures& departures, const Progres
   crew_ = std::make_unique<Crew<Job*, Job*>>(
       threads ? 1 : 0, &base_.bell,
       CrewWork<Job*, Job*>{.name = "strata-sum", .run = [this](Job* job, int) {
-                             add_pieces(base_.kernels, job->to, job->pieces, 0, job->part.count,
-                                        GradMode::copy);
+                             add(*job);
                              return job;
                            }});
 }
@@ -31,9 +31,18 @@ MachineSums::~MachineSums() {
   }
 }
 
+// Of one piece the sum is that piece, in its dtype.
+void MachineSums::add(const Job& job) const {
+  const std::size_t count = job.part.count;
+  if (job.pieces.size() != 1) {
+    add_pieces(base_.kernels, job.to, job.pieces, 0, count, GradMode::copy);
+    return;
+  }
+  std::memcpy(job.to, job.pieces.front().bytes, count * size_of(job.dtype));
+}
+
 void MachineSums::await(const Part& part, GradientPiece piece) {
   const auto [found, made] = collected_.try_emplace(part.number, Collected{.part = part});
-  piece.member = piece.rank;
   found->second.waiting.push_back(std::move(piece));
   base_.bell.ring();
 }
@@ -62,12 +71,14 @@ bool MachineSums::turn() {
     moved = true;
   }
   for (auto& [number, collected] : collected_) {
-    if (complete(collected).empty()) continue;
+    std::vector<GradientPiece> pieces = complete(collected);
+    if (pieces.empty()) continue;
     const Part& part = collected.part;
-    std::byte* const to = departures_.take(part.owner, part.count * sizeof(float));
+    const Dtype dtype = pieces.size() == 1 ? pieces.front().dtype : Dtype::float32;
+    std::byte* const to = departures_.take_for_sum(part.owner, part.count * size_of(dtype));
     if (to == nullptr) break;
-    // Who found no room has copied pieces away, perhaps these.
-    auto job = std::make_unique<Job>(Job{.part = part, .pieces = complete(collected), .to = to});
+    auto job = std::make_unique<Job>(
+        Job{.part = part, .pieces = std::move(pieces), .dtype = dtype, .to = to});
     if (!crew_->submit(job.get())) {
       departures_.give_back(part.owner, to);
       break;
@@ -89,11 +100,10 @@ void MachineSums::end(std::unique_ptr<Job> job) {
   GradientPiece sum{.rank = base_.peers->rank(),
                     .key = job->pieces.front().key,
                     .bytes = job->to,
-                    .dtype = Dtype::float32,
-                    .gradients = 0,
+                    .dtype = job->dtype,
+                    .gradients = static_cast<std::uint32_t>(job->pieces.size()),
                     .lies_here = true};
   for (const GradientPiece& piece : job->pieces) {
-    sum.gradients += piece.gradients;
     std::erase_if(collected.waiting,
                   [&](const GradientPiece& of) { return of.bytes == piece.bytes; });
     departures_.let_go(piece);
@@ -128,11 +138,22 @@ GradientKey MachineSums::reached() const {
   return least;
 }
 
-void MachineSums::make_room(std::uint32_t rank) {
+// What is complete waits for a place here, and the rest for ranks that have nothing of it yet.
+bool MachineSums::awaits_jammed(const Collected& collected, const std::vector<bool>& jammed) const {
+  if (collected.adding || collected.waiting.empty()) return false;
+  if (!complete(collected).empty()) return jammed[base_.peers->rank()];
+  return std::ranges::any_of(collectors_.here(), [&](std::uint32_t rank) {
+    const auto first = std::ranges::find(collected.waiting, rank, &GradientPiece::rank);
+    return jammed[rank] && first == collected.waiting.end();
+  });
+}
+
+void MachineSums::make_room(const std::vector<bool>& jammed) {
   for (auto& [number, collected] : collected_) {
-    if (collected.adding) continue;
+    if (!awaits_jammed(collected, jammed)) continue;
     for (GradientPiece& piece : collected.waiting) {
-      if (piece.rank == rank) departures_.keep(piece, collected.part.count * size_of(piece.dtype));
+      const std::size_t bytes = collected.part.count * size_of(piece.dtype);
+      if (jammed[piece.rank]) departures_.keep(piece, bytes);
     }
   }
 }

@@ -1,7 +1,7 @@
 // MachineSums: gradients that are added up inside a machine before anything of them goes to another
 // one. One rank collects the pieces of a part (collectors.hpp). When all are there that will be, of
 // one key, they are added in float32, in the order of the ranks, and the sum goes on as one piece,
-// in this rank's outbox.
+// in this rank's outbox. One that is alone goes on as it is.
 //
 // Threads: one caller at a time (the core's lock). Added up is by a thread of its own.
 //
@@ -10,13 +10,17 @@
 //   sums.turn();
 //   sums.reached();                            // no sum of a smaller key will come from here
 //
-// Note [A sum cannot deadlock]
-// Pieces that wait for those of other ranks lie in outboxes, and ranks that come to units in
-// different orders could fill theirs with what waits for each other. So a rank whose outbox is full
-// says so to those who have something of it, and they copy what cannot be added yet to memory
-// beside the budget (see make_room()). The same holds for sums that wait for those of other
-// machines. So every outbox empties, whatever the order, and of all sums that are still to come
-// that of the smallest key, of the first machine, waits for nobody.
+// Note [Jams]
+// Pieces that wait for those of other ranks lie in outboxes, sums wait for those of other machines,
+// and ranks that come to units in different orders can fill their outboxes with what waits for each
+// other. A rank that finds no place for a while, in which nothing that lies there is taken either,
+// is jammed, and says so to all. What waits for one that is jammed, and lies in the outbox of one
+// that is, is copied away, to memory beside the budget; so is what is complete, where the jammed
+// one is the collector. Who waits for a rank that computes is not jammed by it for long enough to
+// matter: only where that one is jammed, too, is anything copied.
+// So nothing waits in a circle: along it every rank is jammed, each first piece of an outbox waits
+// for a jammed rank, and is copied. A gradient that lands late, and a page that its sum waits for,
+// are in no circle: they wait for no place of an outbox.
 #pragma once
 
 #include <cstdint>
@@ -56,8 +60,8 @@ class MachineSums final {
   // No sum of a smaller key will be sent on from here: of any part, or of that one.
   GradientKey reached() const;
   GradientKey reached(std::uint32_t part) const;
-  // What waits here of that rank, whose outbox is full, lies elsewhere from here on.
-  void make_room(std::uint32_t rank);
+  // By rank: it is. See Note [Jams].
+  void make_room(const std::vector<bool>& jammed);
 
  private:
   struct Collected {
@@ -68,11 +72,14 @@ class MachineSums final {
   struct Job {
     Part part;
     std::vector<GradientPiece> pieces;
+    Dtype dtype = Dtype::float32;
     std::byte* to = nullptr;
   };
 
   GradientKey members_reached() const;
   std::vector<GradientPiece> complete(const Collected& collected) const;
+  bool awaits_jammed(const Collected& collected, const std::vector<bool>& jammed) const;
+  void add(const Job& job) const;
   void end(std::unique_ptr<Job> job);
 
   Foundation& base_;

@@ -287,9 +287,8 @@ bool OtherRanks::take(const Peers::Received& received) {
       if (message.what >= died_.size()) return false;
       heed_failure(from, message);
       return true;
-    case PeerMessage::Kind::full:
-      exchange_.make_room(from);
-      return true;
+    case PeerMessage::Kind::jammed:
+      return message.count <= 1 && exchange_.jammed(from, message.count == 1);
     case PeerMessage::Kind::summed:
       return exchange_.summed(from, message.at);
     case PeerMessage::Kind::grown:

@@ -125,7 +125,8 @@ inline Script write_script(std::mt19937_64& random, Trouble trouble) {
   Script script;
   Config& model = script.model;
   script.doubles = below(random, 4) == 0;
-  model = random_model(random, script.doubles ? 250'000 : 60'000);
+  const bool is_large = script.doubles || below(random, 6) == 0;  // beside an outbox
+  model = random_model(random, is_large ? 250'000 : 60'000);
   model.page_bytes = kPageBytesMin << below(random, 2);
   model.groups.push_back(model.groups.front());
   for (Hyper& group : model.groups) group.rule = static_cast<Rule>(below(random, 5));

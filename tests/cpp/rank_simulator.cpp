@@ -63,7 +63,7 @@ class SimulatedRank final {
       told_.error = error.error();
       // A process that ends by an error dies, and says so before if it can.
       if (world_.script.tells) give_up();
-      lose(world_.script.tells ? Ending::parts : Ending::dies);
+      lose(Ending::parts);
     } catch (const Broken& broken) {
       world_.result.broken = "rank " + std::to_string(rank_) + " of " +
                              std::to_string(config_.ranks) + ", mode " +

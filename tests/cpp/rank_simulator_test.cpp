@@ -45,8 +45,8 @@ void expect_named(const RanksResult& result) {
 
 TEST(RankSimulator, TheBitsAreThoseOfOneTrainingInPlainMemory) {
   std::uint64_t faults = 0, pieces = 0, skipped = 0, looks = 0, early = 0, lagging = 0, carried = 0,
-                sums = 0;
-  for_seeds(48, [&](std::uint64_t seed) {
+                sums = 0, early_sums = 0;
+  for_seeds(96, [&](std::uint64_t seed) {
     const RanksResult result = simulate_ranks(seed, Trouble::none);
     EXPECT_EQ(result.broken, "");
     expect_no_error(result);
@@ -58,6 +58,7 @@ TEST(RankSimulator, TheBitsAreThoseOfOneTrainingInPlainMemory) {
     lagging += result.lagging;
     carried += result.carried;
     sums += result.sums;
+    early_sums += result.sums == 0 ? 0 : result.early;
   });
   if (replays()) return;
   EXPECT_GT(faults, 0U) << "disks were never used";
@@ -68,6 +69,7 @@ TEST(RankSimulator, TheBitsAreThoseOfOneTrainingInPlainMemory) {
   EXPECT_GT(lagging, 0U) << "no update was ever late";
   EXPECT_GT(carried, 0U) << "all ranks were of one machine";
   EXPECT_GT(sums, 0U) << "no machine added up what its ranks had";
+  EXPECT_GE(early_sums, of_all_seeds(1U)) << "no update of such sums began in a backward";
 }
 
 TEST(RankSimulator, ALateRankIsWaitedFor) {
@@ -130,6 +132,8 @@ TEST(RankSimulator, ARankThatEndsEarlyIsNamedByAllOthers) {
     const RanksResult result = simulate_ranks(seed, Trouble::fewer_steps);
     EXPECT_EQ(result.broken, "");
     for (std::uint32_t rank = 0; rank < result.ranks.size(); ++rank) {
+      // Over a network it may hear of their ends while it waits for them to hear of its own.
+      if (rank == result.culprit && result.carried != 0) continue;
       EXPECT_EQ(result.ranks[rank].error.has_value(), rank != result.culprit) << "rank " << rank;
     }
     expect_named(result);

@@ -1,0 +1,56 @@
+// SumsToCome: how far the sums of other machines have come. What a rank says of its own progress
+// does not tell whether the sums that it sends for others have gone; so it tells of them, too.
+//
+// Threads: one caller at a time (the core's lock).
+//
+//   if (!sums.reach(3, key)) ...              // rank 3 says so, and it cannot be
+//   sums.reached(3)                           // no sum of a smaller key comes from it
+//   sums.awaited()                            // who has some ahead of where this rank waits
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+#include "engine/ranks/collectors.hpp"
+#include "engine/ranks/progress.hpp"
+#include "memory/peers.hpp"
+
+namespace strata {
+
+class SumsToCome final {
+ public:
+  SumsToCome(const Peers& peers, const Collectors& collectors, const Progress& progress)
+      : peers_(peers), collectors_(collectors), progress_(progress), reached_(peers.count(), 0) {}
+
+  // False: that rank sends no sums, or is nowhere near that key.
+  bool reach(std::uint32_t from, GradientKey key) {
+    const std::int64_t here = step_of(progress_.reached(peers_.rank()));
+    if (!sends(from) || number_of(key) != 0 || step_of(key) > here + 2) return false;
+    reached_[from] = std::max(reached_[from], key);
+    return true;
+  }
+  GradientKey reached(std::uint32_t rank) const {
+    return progress_.has_left(rank) ? UINT64_MAX : reached_[rank];
+  }
+  // None: all are here.
+  std::optional<std::uint32_t> awaited() const {
+    for (std::uint32_t rank = 0; rank < peers_.count(); ++rank) {
+      if (sends(rank) && reached(rank) < progress_.goal()) return rank;
+    }
+    return std::nullopt;
+  }
+
+ private:
+  bool sends(std::uint32_t rank) const {
+    return peers_.is_far(rank) && collectors_.ranks(collectors_.member_of(rank)).size() > 1;
+  }
+
+  const Peers& peers_;
+  const Collectors& collectors_;
+  const Progress& progress_;
+  std::vector<GradientKey> reached_;  // by rank
+};
+
+}  // namespace strata
