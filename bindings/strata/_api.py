@@ -140,8 +140,8 @@ def wrap(
         rank_sums: of ranks of several machines: how their gradients add up. `"ranks"`: each goes to
             its owner, and all are added in the order of ranks: the bits are those of one process.
             `"machines"`: each machine adds up what its ranks have, in float32, and sends one sum:
-            fewer bytes where a machine has three ranks or more. The bits depend on which ranks are
-            of one machine.
+            fewer bytes where a machine has three ranks or more, or two with gradients in float32.
+            The bits depend on which ranks are of one machine.
         rank_timeout: seconds for which this rank waits for another one that neither comes nor ends;
             then it raises StrataError, and so do the others. Default: for as long as it takes, and
             after 10 s the log says for whom.

@@ -4,7 +4,7 @@
 
 #include <vector>
 
-#include "rank_training.hpp"
+#include "ranks_on.hpp"
 
 namespace strata {
 namespace {
@@ -24,10 +24,10 @@ Bfloat16s wide(Bfloat16s gradient) {
   return gradient;
 }
 
-RanksDevice lands_wide() {
-  RanksDevice device;
-  device.land = [](Session& session, std::uint32_t param, const Bfloat16s& gradient) {
-    session.land_gradient(param, wide(gradient).data(), Dtype::bfloat16);
+RanksDevice lands_wide(RanksDevice device = {}) {
+  device.land = [land = device.land](Session& session, std::uint32_t param,
+                                     const Bfloat16s& gradient) {
+    land(session, param, wide(gradient));
   };
   return device;
 }
@@ -89,9 +89,8 @@ std::vector<float> expected_of(Config config, const Machines& machines, int step
 
 // Steps of a rank, which comes to units in an order of its own where it is odd.
 void train_apart(Session& session, int steps, const StepOptions& options, std::uint32_t batches,
-                 const Lacks& lacks) {
+                 const Lacks& lacks, const RanksDevice& device) {
   const Config& config = session.config();
-  const RanksDevice device = lands_wide();
   const auto units = static_cast<std::uint32_t>(config.units.size());
   for (int step = 0; step < steps; ++step) {
     for (std::uint32_t batch = config.rank; batch < batches; batch += config.ranks) {
@@ -143,29 +142,68 @@ TEST(MachineSums, SoWhereUpdatesBeginInTheBackward) {
   expect_sums(config, {2, 2}, {}, 1);
 }
 
+// Each rank comes to units in an order of its own, and some have no gradient of the first one.
+void expect_sums_of_ranks_apart(const Config& of, const Machines& machines,
+                                const RanksDevice& at = {}) {
+  const std::uint32_t batches = 2 * machines.ranks();
+  const Lacks lacks = [](std::uint32_t batch) { return batch % 3 == 1; };
+  Config config = of;
+  const std::vector<float> expected = expected_of(config, machines, 2, {}, batches, lacks);
+  config.machine_sums = true;
+  config.ranks = machines.ranks();
+  config = at.fit(config);
+  const RanksDevice device = lands_wide(at);
+  Cluster cluster(machines.ranks(), static_cast<Hosts>(machines.each));
+  std::barrier all(std::ptrdiff_t{machines.ranks()});
+  std::vector<std::vector<float>> found(machines.ranks());
+  on_ranks(machines.ranks(), [&](std::uint32_t rank) {
+    const auto session = cluster.open(rank, config, {}, device.parts());
+    fill_all(*session);
+    all.arrive_and_wait();  // nobody reads what is not written yet
+    train_apart(*session, 2, {}, batches, lacks, device);
+    found[rank] = learned_by(*session);
+    all.arrive_and_wait();  // others may still read from this one
+  });
+  expect_bits(expected, found);
+}
+
 // Gradients have more pages than an outbox: what waits for ranks that come to it last is copied
-// away. And some have none.
+// away.
 TEST(MachineSums, SoWhereRanksComeToUnitsInOtherOrders) {
-  for (const Machines& machines : {Machines{2, 2}, Machines{2, 3}, Machines{3, 2}}) {
+  for (const Machines& machines : {Machines{2, 2}, Machines{2, 3}}) {
     Config config = roomy();
-    for (std::uint32_t p : {0U, 3U, 7U}) config.params[p].numel = 150'000;
-    const std::uint32_t batches = 2 * machines.ranks();
-    const Lacks lacks = [](std::uint32_t batch) { return batch % 3 == 1; };
-    const std::vector<float> expected = expected_of(config, machines, 2, {}, batches, lacks);
-    config.machine_sums = true;
-    Cluster cluster(machines.ranks(), static_cast<Hosts>(machines.each));
-    std::barrier all(std::ptrdiff_t{machines.ranks()});
-    std::vector<std::vector<float>> found(machines.ranks());
-    on_ranks(machines.ranks(), [&](std::uint32_t rank) {
-      const auto session = cluster.open(rank, config);
-      fill_all(*session);
-      all.arrive_and_wait();  // nobody reads what is not written yet
-      train_apart(*session, 2, {}, batches, lacks);
-      found[rank] = learned_by(*session);
-      all.arrive_and_wait();  // others may still read from this one
-    });
-    expect_bits(expected, found);
+    for (std::uint32_t p : {0U, 3U, 7U}) config.params[p].numel = 80'000;
+    expect_sums_of_ranks_apart(config, machines);
   }
+}
+
+TEST(MachineSums, SoWhereTheyComputeOnGpus) {
+  Config config = roomy();
+  for (std::uint32_t p : {0U, 7U}) config.params[p].numel = kOutboxFramesGpu * kPage;
+  config.host_bytes *= 4;
+  TestDevice gpu(TestedOn::gpu_double, {.late = true, .seed = 1});
+  expect_sums_of_ranks_apart(config, {2, 2}, ranks_on(gpu));
+  EXPECT_EQ(gpu.close(), "");
+}
+
+// Who adds up what: the owner, or the ranks of another machine in turn.
+TEST(MachineSums, AreAddedUpByTheRanksOfAMachineInTurn) {
+  Config config;
+  config.ranks = 5;
+  config.machines = {"a", "b", "a", "c", "b"};
+  config.rank = 2;
+  EXPECT_EQ(Collectors(config).members(), 5U) << "each by itself";
+  EXPECT_EQ(Collectors(config).of(7, 1), 1U);
+  config.machine_sums = true;
+  const Collectors collectors(config);
+  EXPECT_EQ(collectors.members(), 3U);
+  EXPECT_EQ(collectors.here(), (std::vector<std::uint32_t>{0, 2}));
+  EXPECT_EQ(collectors.ranks(1), (std::vector<std::uint32_t>{1, 4}));
+  EXPECT_EQ(collectors.of(7, 0), 0U) << "the owner is of this machine";
+  EXPECT_EQ(collectors.of(6, 1), 0U);
+  EXPECT_EQ(collectors.of(7, 1), 2U);
+  config.rank = 3;
+  EXPECT_EQ(Collectors(config).of(7, 1), 1U) << "it is alone on its machine";
 }
 
 // With a rank for each machine there is nothing to add up: all bits are those of one rank.

@@ -169,13 +169,12 @@ class Cluster final {
 
   // `turned`: is called in every turn.
   std::unique_ptr<Session> open(std::uint32_t rank, Config config,
-                                const std::function<void()>& turned = {}) {
+                                const std::function<void()>& turned = {}, SessionParts parts = {}) {
     config.rank = rank;
     config.ranks = static_cast<std::uint32_t>(names_.size());
     config.sums_ranks = config.accumulate = true;
     config.machines = names_;
     config.ranks_folder = folders_.at(names_[rank])->path();
-    SessionParts parts;
     parts.wire = wires_.wire(rank);
     if (turned) parts.turned = [turned](const PageTable&, const Claims&) { turned(); };
     return std::make_unique<Session>(config, std::move(parts));
@@ -207,7 +206,7 @@ inline std::vector<std::vector<float>> trained(std::uint32_t ranks, int steps, c
     if (!config.ssd_paths.empty()) config.ssd_paths = {folders[rank]->path()};
     const auto opened = hosts == Hosts::one
                             ? open_rank(machine, rank, config, ranks, device.parts())
-                            : machines.open(rank, config);
+                            : machines.open(rank, config, {}, device.parts());
     Session& session = *opened;
     fill_all(session);
     all.arrive_and_wait();  // nobody reads what is not written yet

@@ -3,35 +3,13 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
-#include <cstring>
 #include <memory>
 #include <vector>
 
-#include "rank_training.hpp"
-#include "test_device.hpp"
+#include "ranks_on.hpp"
 
 namespace strata {
 namespace {
-
-// Sessions of all ranks share the device.
-RanksDevice ranks_on(TestDevice& device) {
-  return {.fit = [&device](const Config& config) { return device.fit(config); },
-          .parts = [&device] { return device.parts(); },
-          .shown =
-              [&device](Session& session, std::uint32_t param) {
-                Bfloat16s shown(session.config().params[param].numel);
-                device.read(shown.data(), session.device_address(param),
-                            shown.size() * sizeof shown[0]);
-                return shown;
-              },
-          .land =
-              [&device](Session& session, std::uint32_t param, const Bfloat16s& gradient) {
-                std::vector<std::byte> bytes(gradient.size() * sizeof gradient[0]);
-                std::memcpy(bytes.data(), gradient.data(), bytes.size());
-                const DeviceTensor tensor(device, bytes);
-                session.land_gradient(param, tensor.data(), Dtype::bfloat16);
-              }};
-}
 
 class RanksOnDevices : public OverDevices {
  protected:

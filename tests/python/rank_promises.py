@@ -100,6 +100,7 @@ def sends(run: Rank, steps: int = 2, **options: Any) -> dict[str, Any]:
         "hash": hash_of(model),
         "sent": sent,
         "gradients": sum(parameter.nbytes for parameter in state.params),
+        "report": str(strata.report(model)),
     }
 
 

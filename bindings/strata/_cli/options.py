@@ -160,7 +160,8 @@ def add_machine(parser: Parser) -> None:
     )
     add(
         "--rank-sums",
-        f"whose gradients go to other machines: of ranks, or the sums of machines ({DEFAULT})",
+        "what gradients go to other machines: those of all ranks, or one sum of each machine "
+        f"({DEFAULT})",
         default="ranks",
     )
     add("--device", f"whose figures are taken where none are told: {DEVICES}", default="auto")

@@ -8,9 +8,8 @@ A machine gets what others hold of a unit once for each use of it, however many 
 of them relays it. What stays on the devices, or where it was relayed, comes once, for it is updated
 between two steps: of a pass back and forth, relays keep as much as they have room for. Each rank's
 gradient goes to who holds the unit, once, in the dtype of computation; under rank_sums="machines"
-each machine's sum does, in float32. Pages come ahead of
-their use and gradients leave beside the backward, so a step takes the longer of the two, the step
-without a network and the network.
+each machine's sum does, in float32. Pages come ahead of their use and gradients leave beside the
+backward, so a step takes the longer of the two, the step without a network and the network.
 
 Under rank_gathers="int8" what trains comes as codes. A trace does not tell how much of a unit
 trains: one whose gradients are smaller than its parameters counts as it is.

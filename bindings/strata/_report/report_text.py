@@ -204,6 +204,8 @@ def machines_line(report: Report) -> str:
     if not report.machines_sent_bytes:
         return ""
     line = f"sent to other machines: {format_size(report.machines_sent_bytes)}"
+    if report.rank_sums == "machines":
+        line += ", gradients as sums of machines (rank_sums)"
     if report.rank_gathers == "exact":
         return line
     return (
