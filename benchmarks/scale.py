@@ -1,5 +1,6 @@
 """A step of a 70 B Llama over 64 ranks on 8 machines like those of torchtitan's tables, on paper:
-how long it takes, what share of the devices' arithmetic that is, and which link binds. Everything
+how long it takes, what share of the devices' arithmetic that is, and which link binds: where each
+rank sends its gradients, and where each machine sends one sum (`rank_sums="machines"`). Everything
 is computed, so the figures are the same everywhere. Ranks with GPUs are not there yet: this is what
 the plan, as it is, would do on them.
 
@@ -28,8 +29,8 @@ MACHINES, RANKS = 8, 64
 LINK_BYTES_S = 8 * 45e9  # of a machine: eight of 400 Gb/s, as far as they get
 
 
-def step(tokens: int, layers: int = LLAMA_70B.layers) -> Forecast:
-    """The planned step of the rank that holds most."""
+def step(tokens: int, layers: int = LLAMA_70B.layers, sums: str = "ranks") -> Forecast:
+    """The planned step of the rank that holds most. `sums`: rank_sums of wrap()."""
     sizes, here = replace(LLAMA_70B, layers=layers), RANKS // MACHINES
     trace = llama_trace(sizes, tokens, SEQUENCE, H100_OF_8.flops_s, chunked_loss=True)
     links = ("upload_bytes_s", "download_bytes_s")  # which each device has of its own
@@ -37,7 +38,8 @@ def step(tokens: int, layers: int = LLAMA_70B.layers) -> Forecast:
     whole = H100_OF_8.budgets()
     budgets = whole.replace(host_bytes=whole.host_bytes // here)
     found = forecast(shared_among(trace, RANKS), costs, budgets, _core.Wishes(), RANKS * tokens)
-    return replace(found, ranks=RANKS).over_network(Network(MACHINES, RANKS, LINK_BYTES_S))
+    network = Network(MACHINES, RANKS, LINK_BYTES_S, rank_sums=sums)
+    return replace(found, ranks=RANKS).over_network(network)
 
 
 def run(context: Context) -> Iterator[Figure]:
@@ -63,4 +65,7 @@ def run(context: Context) -> Iterator[Figure]:
             yield Figure("scale", f"{lane}_busy_{name}", 100 * use.busy_seconds / seconds, "%")
         busy, least = found.crossing.seconds, found.crossing.seconds_min
         yield Figure("scale", f"network_busy_{name}", 100 * busy / seconds, "%")
+        summed = step(tokens, layers, "machines").crossing
+        assert summed is not None
+        yield Figure("scale", f"network_busy_with_sums_{name}", 100 * summed.seconds / seconds, "%")
         yield Figure("scale", f"network_least_{name}", 100 * least / seconds, "%")
