@@ -20,7 +20,7 @@ Departures::Departures(Foundation& base, GradientCopies& copies, bool adds_up)
       gradients_{Outbox(base.outbox, outbox_bytes(base) / (adds_up ? 2 : 1))} {
   const std::size_t bytes = gradients_.outbox.capacity();
   STRATA_ASSERT(bytes >= base_.layout.page_bytes);
-  if (adds_up) sums_.emplace(Outbox(base.outbox + bytes, bytes));
+  if (adds_up) sums_ = Box{Outbox(base.outbox + bytes, bytes)};
 }
 
 std::byte* Departures::take(Box& box, std::uint32_t rank, std::size_t bytes) {

@@ -96,7 +96,7 @@ TEST(RankSimulator, ADeadRankIsNamedByAllOthers) {
 
 TEST(RankSimulator, ARankWhoseDiskFailsSaysSoAndTheOthersNameIt) {
   std::uint64_t errors = 0;
-  for_seeds(10, [&](std::uint64_t seed) {
+  for_seeds(24, [&](std::uint64_t seed) {
     const RanksResult result = simulate_ranks(seed, Trouble::broken_disk);
     EXPECT_EQ(result.broken, "");
     const RanksResult::Rank& culprit = result.ranks[result.culprit];
