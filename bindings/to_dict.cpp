@@ -171,6 +171,7 @@ py::dict stats_dict(const SessionStats& stats) {
   out["activation_saved_bytes"] = stats.activation_saved_bytes;
   out["activation_fetched_bytes"] = stats.activation_fetched_bytes;
   out["snapshot_bytes"] = stats.snapshot_bytes;
+  out["gradients_kept_bytes"] = stats.gradients_kept_bytes;
   out["steps"] = stats.steps;
   out["steps_skipped"] = stats.steps_skipped;
   out["chunks_updated"] = stats.chunks_updated;

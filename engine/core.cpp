@@ -258,6 +258,9 @@ SessionStats Core::stats() const {
   stats.steps = steps.count();
   stats.steps_skipped = steps.skipped();
   stats.chunks_updated = updates.chunks_done();
+  if (const GradientExchange* exchange = gradients.exchange()) {
+    stats.gradients_kept_bytes = exchange->kept_bytes();
+  }
   stats.mappings = frames.mappings();
   if (const CountedDriver* driver = base.tiers.driver()) stats.driver = driver->counts();
   stats.plans = prefetcher.plans();

@@ -57,6 +57,7 @@ class Gradients final {
   std::optional<std::uint32_t> late() const { return sums_ ? sums_->late() : std::nullopt; }
   // Where those of other ranks meet; null: this rank is alone.
   GradientExchange* exchange() { return exchange_ ? &*exchange_ : nullptr; }
+  const GradientExchange* exchange() const { return exchange_ ? &*exchange_ : nullptr; }
   // Which units all ranks have completed; null: this rank is alone, or updates begin at step().
   EarlyUnits* early() { return early_ ? &*early_ : nullptr; }
   // The same in the place of what has landed of the parameter, to which nothing is added. Throws

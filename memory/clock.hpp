@@ -1,6 +1,6 @@
 // The one clock of the core: monotonic, in nanoseconds. It says when things were, on timelines and
 // in measurements. No decision depends on it but for how long a disk that failed is left alone, and
-// when an outbox counts as jammed; for both tests have a time of their own.
+// how long an outbox may be full; for both tests have a time of their own.
 //
 //   const std::int64_t begin_ns = now_ns();
 //   log(seconds_since(begin_ns));

@@ -10,6 +10,7 @@
 
 #include <pthread.h>
 
+#include <algorithm>
 #include <atomic>
 #include <csignal>
 #include <cstddef>
@@ -101,6 +102,12 @@ class Crew final {
     return false;
   }
 
+  // submit() would say no.
+  bool is_full() const {
+    if (members_.empty()) return inline_jobs_.size() == kJobsMax;
+    return std::ranges::all_of(members_,
+                               [](const auto& member) { return member->held() == kJobsMax; });
+  }
   // Submitted and not collected.
   std::size_t in_flight() const {
     std::size_t jobs = inline_jobs_.size();

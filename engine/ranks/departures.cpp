@@ -59,6 +59,7 @@ void Departures::keep(GradientPiece& piece, std::size_t bytes) {
   if (piece.kept) return;
   const GradientPiece before = piece;
   piece.keep(bytes);
+  kept_bytes_ += bytes;
   piece.lies_here = false;
   let_go(before);
 }
@@ -69,12 +70,15 @@ bool Departures::is_stuck() const {
 }
 
 bool Departures::is_jammed(const Box& box) const {
-  constexpr std::int64_t kJammedNs = 250'000'000;
-  return box.full_since_ns && base_.tiers.now_ns() - *box.full_since_ns > kJammedNs;
+  constexpr std::int64_t kJammedNs = 1'000'000'000, kJammedAgainNs = 10'000'000;
+  const std::int64_t after_ns = was_jammed_ ? kJammedAgainNs : kJammedNs;
+  return box.full_since_ns && base_.tiers.now_ns() - *box.full_since_ns > after_ns;
 }
 
-bool Departures::is_jammed() const {
-  return is_jammed(gradients_) || (sums_ && is_jammed(*sums_));
+Departures::Jammed Departures::jammed() {
+  const Jammed are{.gradients = is_jammed(gradients_), .sums = sums_ && is_jammed(*sums_)};
+  was_jammed_ |= are.gradients || are.sums;
+  return are;
 }
 
 Departures::Gradient::Gradient(Departures& departures, const IncomingGradient& gradient,

@@ -63,13 +63,20 @@ class Departures final {
   void let_go(const GradientPiece& piece);
   // It waits here: likewise, as there is a copy of its bytes.
   void keep(GradientPiece& piece, std::size_t bytes);
+  // So many bytes have been, since the start.
+  std::uint64_t kept_bytes() const { return kept_bytes_; }
   bool empty() const;
   bool holds_for(std::uint32_t rank) const;
   // A gradient has waited for others for long.
   bool is_stuck() const;
   // There was no place for a gradient, or a sum, and none has been free since, for a while that is
-  // short to people and long to networks.
-  bool is_jammed() const;
+  // short to people and long to networks; for a shorter one where that was so before, until
+  // begin_window().
+  struct Jammed {
+    bool gradients = false, sums = false;
+  };
+  Jammed jammed();
+  void begin_window() { was_jammed_ = false; }
 
  private:
   struct Box {
@@ -84,6 +91,8 @@ class Departures final {
   GradientCopies& copies_;
   Box gradients_;
   std::optional<Box> sums_;
+  bool was_jammed_ = false;
+  std::uint64_t kept_bytes_ = 0;
   std::optional<std::int64_t> waits_since_ns_;  // a gradient waits for a place; none: none does
 };
 

@@ -17,7 +17,7 @@ GradientExchange::GradientExchange(Foundation& base, Updates& updates, GradientC
       progress_(base.peers->rank(), base.peers->count(), key_of(step_, 0, 0)),
       numbers_(base.config.params.size(), 0),
       to_come_(*base.peers, collectors_, progress_),
-      jammed_(base.peers->count(), false) {
+      jams_(base.peers->count()) {
   STRATA_ASSERT(base_.layout.accumulate);
   make_parts();
   if (collectors_.here().size() > 1) {
@@ -62,6 +62,7 @@ void GradientExchange::make_parts() {
 void GradientExchange::begin_window() {
   STRATA_ASSERT(!meets_);
   progress_.reach(base_.peers->rank(), key_of(step_, ++window_, 0));
+  departures_.begin_window();
   std::fill(numbers_.begin(), numbers_.end(), 0U);
   base_.peers->send_all({.kind = PeerMessage::Kind::window, .window = window_, .step = step_});
   if (sums_) base_.bell.ring();  // what waits for this rank's pieces waits no more
@@ -73,6 +74,7 @@ void GradientExchange::begin_step(std::int64_t updates) {
   ++step_;
   updates_step_ = updates;
   window_ = 0;
+  departures_.begin_window();
   std::fill(numbers_.begin(), numbers_.end(), 0U);
 }
 

@@ -45,8 +45,8 @@
 // rank waits where its outbox is full. Pieces of number 0 alone stay in outboxes: a rank may send
 // the second gradient of one parameter before the first of another, which others may wait for.
 // Later numbers are copied as soon as they come, to memory beside the budget (see above: they are
-// rare). Where machines add up, other orders hold: see Note [Jams]. Each rank sends the others in
-// the order of their windows. Of all that are still to come, that of the smallest
+// rare). Where machines add up, other orders hold: see jams.hpp. Each rank sends the others in the
+// order of their windows. Of all that are still to come, that of the smallest
 // window, of the lowest rank, waits for nobody, nor does anything that its rank sends before it:
 // rank by rank, each outbox empties. Sums rest in float32, so that each piece can be added as it
 // comes.
@@ -61,6 +61,7 @@
 #include "engine/ranks/collectors.hpp"
 #include "engine/ranks/departures.hpp"
 #include "engine/ranks/gradient_piece.hpp"
+#include "engine/ranks/jams.hpp"
 #include "engine/ranks/machine_sums.hpp"
 #include "engine/ranks/progress.hpp"
 #include "engine/ranks/sums_to_come.hpp"
@@ -108,7 +109,8 @@ class GradientExchange final {
 
   // What others say. False: it cannot be, and the session should end.
   bool summed(std::uint32_t from, GradientKey key);
-  bool jammed(std::uint32_t from, bool is);
+  bool jammed(std::uint32_t from, const PeerMessage& message);
+  bool waits_there(std::uint32_t from, const PeerMessage& message);
   bool piece_came(std::uint32_t from, const PeerMessage& message);
   bool piece_taken(std::uint32_t from, std::uint64_t place);
   void window_began(std::uint32_t from, const PeerMessage& message);
@@ -150,6 +152,9 @@ class GradientExchange final {
   // the least far: it is what they wait for.
   bool waits() const { return !departures_.empty(); }
   std::uint32_t slowest() const { return progress_.slowest(); }
+  // Of others' gradients and sums, copied beside the budget: see jams.hpp, and Note [The exchange
+  // cannot deadlock].
+  std::uint64_t kept_bytes() const { return departures_.kept_bytes(); }
 
  private:
   using Key = GradientKey;
@@ -190,11 +195,13 @@ class GradientExchange final {
   void send_sum(const MachineSums::Part& part, GradientPiece sum);
   void tell_sums();
   void look_for_jams();
+  void tell_waits();
   void make_room();
   MachineSums::Part part_to_sum(std::uint32_t part) const;
   void await(std::uint32_t part, const GradientPiece& piece);
   Key to_come(std::uint32_t part, std::uint32_t member) const;
-  bool awaits_jammed(std::uint32_t part) const;
+  std::uint32_t outbox_of(const GradientPiece& piece) const;
+  std::vector<std::uint32_t> missing(std::uint32_t part) const;
   std::vector<GradientPiece> addable(std::uint32_t part) const;
   std::unique_ptr<Job> begin(std::uint32_t part, std::vector<GradientPiece> pieces);
   void add(Job& job) const;
@@ -219,7 +226,7 @@ class GradientExchange final {
   std::uint64_t added_ = 0;             // ... were
   SumsToCome to_come_;
   Key told_summed_ = 0;
-  std::vector<bool> jammed_;                // by rank, as it said last
+  Jams jams_;
   std::optional<MachineSums> sums_;         // none: this machine has nothing to add up first
   std::unique_ptr<Crew<Job*, Job*>> crew_;  // last: its thread reads what is above
 };

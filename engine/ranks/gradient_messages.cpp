@@ -78,47 +78,99 @@ bool GradientExchange::summed(std::uint32_t from, Key key) {
   return true;
 }
 
-bool GradientExchange::jammed(std::uint32_t from, bool is) {
-  if (!collectors_.by_machine()) return false;
-  jammed_[from] = is;
+bool GradientExchange::jammed(std::uint32_t from, const PeerMessage& message) {
+  if (!collectors_.by_machine() || message.what > 1 || message.count > 1) return false;
+  jams_.set(Jams::gradients_of(from) + message.what, message.count == 1);
   base_.bell.ring();
   return true;
 }
 
-// See Note [Jams].
-void GradientExchange::look_for_jams() {
-  const std::uint32_t here = base_.peers->rank();
-  if (departures_.is_jammed() != jammed_[here]) {
-    jammed_[here].flip();
-    base_.peers->send_all(
-        {.kind = PeerMessage::Kind::jammed, .count = std::uint32_t{jammed_[here]}});
-  }
-  if (std::ranges::find(jammed_, true) != jammed_.end()) make_room();
+bool GradientExchange::waits_there(std::uint32_t from, const PeerMessage& message) {
+  if (!collectors_.by_machine() || message.what >= jams_.outboxes()) return false;
+  OutboxSet awaited = jams_.awaited(from, message.what);
+  if (message.part >= awaited.words()) return false;
+  awaited.set_word(message.part, message.at);
+  jams_.wait(from, message.what, std::move(awaited));
+  base_.bell.ring();
+  return true;
 }
 
-// What waits for a rank that is jammed, and holds room of one that is, lies elsewhere from here on.
-void GradientExchange::make_room() {
-  if (sums_) sums_->make_room(jammed_);
+// See jams.hpp.
+void GradientExchange::look_for_jams() {
+  const std::uint32_t mine = Jams::gradients_of(base_.peers->rank());
+  const auto [gradients, sums] = departures_.jammed();
+  for (const bool of_sums : {false, true}) {
+    const std::uint32_t outbox = mine + (of_sums ? 1 : 0);
+    const bool is = of_sums ? sums : gradients;
+    if (is == jams_.is(outbox)) continue;
+    jams_.set(outbox, is);
+    base_.peers->send_all({.kind = PeerMessage::Kind::jammed,
+                           .what = std::uint32_t{of_sums},
+                           .count = std::uint32_t{is}});
+  }
+  if (!jams_.any()) return;
+  tell_waits();
+  make_room();
+}
+
+std::uint32_t GradientExchange::outbox_of(const GradientPiece& piece) const {
+  const bool is_sum = collectors_.ranks(piece.member).size() > 1;
+  return is_sum ? Jams::sums_of(piece.rank) : Jams::gradients_of(piece.rank);
+}
+
+// Of each outbox that is jammed: for which ones that waits which lies in it, where that is news.
+void GradientExchange::tell_waits() {
+  const std::uint32_t here = base_.peers->rank();
+  std::vector<OutboxSet> awaited(jams_.outboxes(), OutboxSet(jams_.outboxes()));
+  const auto note = [&](std::uint32_t outbox, std::uint32_t of) { awaited[outbox].add(of); };
+  if (sums_) sums_->tell_waits(note);
   for (const std::uint32_t id : pending_) {
-    if (!awaits_jammed(id)) continue;
+    for (const std::uint32_t of : missing(id)) {
+      for (const GradientPiece& piece : parts_[id].waiting) {
+        if (!piece.kept) note(outbox_of(piece), of);
+      }
+    }
+  }
+  for (std::uint32_t outbox = 0; outbox < jams_.outboxes(); ++outbox) {
+    const OutboxSet before = jams_.awaited(here, outbox);
+    if (!jams_.is(outbox) || awaited[outbox] == before) continue;
+    for (std::uint32_t word = 0; word < before.words(); ++word) {
+      if (awaited[outbox].word(word) == before.word(word)) continue;
+      base_.peers->send_all({.kind = PeerMessage::Kind::waits,
+                             .what = outbox,
+                             .part = word,
+                             .at = awaited[outbox].word(word)});
+    }
+    jams_.wait(here, outbox, std::move(awaited[outbox]));
+  }
+}
+
+void GradientExchange::make_room() {
+  const auto stays = [this](std::uint32_t outbox) { return jams_.in_circle(outbox); };
+  if (sums_) sums_->make_room(stays);
+  for (const std::uint32_t id : pending_) {
+    if (missing(id).empty()) continue;
     Part& part = parts_[id];
     for (GradientPiece& piece : part.waiting) {
-      if (jammed_[piece.rank]) departures_.keep(piece, part.count * size_of(piece.dtype));
+      if (stays(outbox_of(piece))) departures_.keep(piece, part.count * size_of(piece.dtype));
     }
   }
 }
 
-bool GradientExchange::awaits_jammed(std::uint32_t id) const {
+// The outboxes from which pieces are to come ahead of those that wait; none: these wait for none.
+std::vector<std::uint32_t> GradientExchange::missing(std::uint32_t id) const {
   const Part& part = parts_[id];
-  if (part.adding || part.waiting.empty()) return false;
+  std::vector<std::uint32_t> outboxes;
+  if (part.adding || part.waiting.empty() || !addable(id).empty()) return outboxes;
   for (std::uint32_t member = 0; member < collectors_.members(); ++member) {
-    const bool there =
-        std::ranges::find(part.waiting, member, &GradientPiece::member) != part.waiting.end();
-    const auto& ranks = collectors_.ranks(member);
-    const auto is_jammed = [this](std::uint32_t rank) { return bool{jammed_[rank]}; };
-    if (!there && std::ranges::any_of(ranks, is_jammed)) return true;
+    const auto first = std::ranges::find(part.waiting, member, &GradientPiece::member);
+    if (first != part.waiting.end()) continue;
+    for (const std::uint32_t rank : collectors_.ranks(member)) {
+      outboxes.push_back(Jams::gradients_of(rank));
+      outboxes.push_back(Jams::sums_of(rank));
+    }
   }
-  return false;
+  return outboxes;
 }
 
 // The part that a message is about; none: there is no such part.
@@ -153,7 +205,7 @@ bool GradientExchange::piece_came(std::uint32_t from, const PeerMessage& message
   // 2. Or one that goes to the sum at once; of a machine of several ranks by one of them.
   const bool is_sum = !to_sum && collectors_.ranks(piece.member).size() > 1;
   if (is_sum && collectors_.sender(*id, piece.member) != from) return false;
-  if (piece.key < (is_sum ? to_come_.reached(from) : progress_.reached(from))) return false;
+  if (piece.key < (is_sum ? to_come_.told(from) : progress_.reached(from))) return false;
   const std::size_t most = is_sum ? collectors_.ranks(piece.member).size() : 1;
   if (piece.gradients == 0 || piece.gradients > most) return false;
   if (message.count != 0) departures_.keep(piece, message.bytes);

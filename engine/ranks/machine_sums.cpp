@@ -75,14 +75,13 @@ bool MachineSums::turn() {
     if (pieces.empty()) continue;
     const Part& part = collected.part;
     const Dtype dtype = pieces.size() == 1 ? pieces.front().dtype : Dtype::float32;
+    if (crew_->is_full()) break;
     std::byte* const to = departures_.take_for_sum(part.owner, part.count * size_of(dtype));
     if (to == nullptr) break;
     auto job = std::make_unique<Job>(
         Job{.part = part, .pieces = std::move(pieces), .dtype = dtype, .to = to});
-    if (!crew_->submit(job.get())) {
-      departures_.give_back(part.owner, to);
-      break;
-    }
+    const bool submitted = crew_->submit(job.get());
+    STRATA_ASSERT(submitted);
     static_cast<void>(job.release());  // until it is collected
     collected.adding = true;
     ++adding_;
@@ -138,22 +137,39 @@ GradientKey MachineSums::reached() const {
   return least;
 }
 
-// What is complete waits for a place here, and the rest for ranks that have nothing of it yet.
-bool MachineSums::awaits_jammed(const Collected& collected, const std::vector<bool>& jammed) const {
-  if (collected.adding || collected.waiting.empty()) return false;
-  if (!complete(collected).empty()) return jammed[base_.peers->rank()];
-  return std::ranges::any_of(collectors_.here(), [&](std::uint32_t rank) {
+// Ranks for whose pieces it waits; none: it is being added, or waits for a place.
+std::vector<std::uint32_t> MachineSums::missing(const Collected& collected) const {
+  std::vector<std::uint32_t> ranks;
+  if (collected.adding || !complete(collected).empty()) return ranks;
+  for (const std::uint32_t rank : collectors_.here()) {
     const auto first = std::ranges::find(collected.waiting, rank, &GradientPiece::rank);
-    return jammed[rank] && first == collected.waiting.end();
-  });
+    if (first == collected.waiting.end()) ranks.push_back(rank);
+  }
+  return ranks;
 }
 
-void MachineSums::make_room(const std::vector<bool>& jammed) {
+void MachineSums::tell_waits(const Waits& tell) const {
+  for (const auto& [number, collected] : collected_) {
+    if (collected.adding) continue;
+    std::vector<std::uint32_t> awaited;
+    for (const std::uint32_t rank : missing(collected)) {
+      awaited.push_back(Jams::gradients_of(rank));
+    }
+    if (awaited.empty()) awaited.push_back(Jams::sums_of(base_.peers->rank()));  // for a place
+    for (const GradientPiece& piece : collected.waiting) {
+      for (const std::uint32_t outbox : awaited) {
+        if (!piece.kept) tell(Jams::gradients_of(piece.rank), outbox);
+      }
+    }
+  }
+}
+
+void MachineSums::make_room(const std::function<bool(std::uint32_t outbox)>& stays) {
   for (auto& [number, collected] : collected_) {
-    if (!awaits_jammed(collected, jammed)) continue;
+    if (missing(collected).empty()) continue;
     for (GradientPiece& piece : collected.waiting) {
       const std::size_t bytes = collected.part.count * size_of(piece.dtype);
-      if (jammed[piece.rank]) departures_.keep(piece, bytes);
+      if (stays(Jams::gradients_of(piece.rank))) departures_.keep(piece, bytes);
     }
   }
 }

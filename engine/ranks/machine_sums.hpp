@@ -9,18 +9,6 @@
 //   sums.await({.number = 7, .owner = 2, .count = 4096}, piece);  // of a rank of this machine
 //   sums.turn();
 //   sums.reached();                            // no sum of a smaller key will come from here
-//
-// Note [Jams]
-// Pieces that wait for those of other ranks lie in outboxes, sums wait for those of other machines,
-// and ranks that come to units in different orders can fill their outboxes with what waits for each
-// other. A rank that finds no place for a while, in which nothing that lies there is taken either,
-// is jammed, and says so to all. What waits for one that is jammed, and lies in the outbox of one
-// that is, is copied away, to memory beside the budget; so is what is complete, where the jammed
-// one is the collector. Who waits for a rank that computes is not jammed by it for long enough to
-// matter: only where that one is jammed, too, is anything copied.
-// So nothing waits in a circle: along it every rank is jammed, each first piece of an outbox waits
-// for a jammed rank, and is copied. A gradient that lands late, and a page that its sum waits for,
-// are in no circle: they wait for no place of an outbox.
 #pragma once
 
 #include <cstdint>
@@ -33,6 +21,7 @@
 #include "engine/ranks/collectors.hpp"
 #include "engine/ranks/departures.hpp"
 #include "engine/ranks/gradient_piece.hpp"
+#include "engine/ranks/jams.hpp"
 #include "engine/ranks/progress.hpp"
 #include "memory/crew.hpp"
 
@@ -60,8 +49,10 @@ class MachineSums final {
   // No sum of a smaller key will be sent on from here: of any part, or of that one.
   GradientKey reached() const;
   GradientKey reached(std::uint32_t part) const;
-  // By rank: it is. See Note [Jams].
-  void make_room(const std::vector<bool>& jammed);
+  // Of what lies in an outbox, and waits here for another one. See jams.hpp.
+  using Waits = std::function<void(std::uint32_t outbox, std::uint32_t awaited)>;
+  void tell_waits(const Waits& tell) const;
+  void make_room(const std::function<bool(std::uint32_t outbox)>& stays);
 
  private:
   struct Collected {
@@ -78,7 +69,7 @@ class MachineSums final {
 
   GradientKey members_reached() const;
   std::vector<GradientPiece> complete(const Collected& collected) const;
-  bool awaits_jammed(const Collected& collected, const std::vector<bool>& jammed) const;
+  std::vector<std::uint32_t> missing(const Collected& collected) const;
   void add(const Job& job) const;
   void end(std::unique_ptr<Job> job);
 

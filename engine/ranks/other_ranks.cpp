@@ -288,7 +288,9 @@ bool OtherRanks::take(const Peers::Received& received) {
       heed_failure(from, message);
       return true;
     case PeerMessage::Kind::jammed:
-      return message.count <= 1 && exchange_.jammed(from, message.count == 1);
+      return exchange_.jammed(from, message);
+    case PeerMessage::Kind::waits:
+      return exchange_.waits_there(from, message);
     case PeerMessage::Kind::summed:
       return exchange_.summed(from, message.at);
     case PeerMessage::Kind::grown:

@@ -32,8 +32,10 @@ class SumsToCome final {
     return true;
   }
   GradientKey reached(std::uint32_t rank) const {
-    return progress_.has_left(rank) ? UINT64_MAX : reached_[rank];
+    return progress_.has_left(rank) ? UINT64_MAX : told(rank);
   }
+  // By the rank itself. One that has left still sends what it adds up for others.
+  GradientKey told(std::uint32_t rank) const { return reached_[rank]; }
   // None: all are here.
   std::optional<std::uint32_t> awaited() const {
     for (std::uint32_t rank = 0; rank < peers_.count(); ++rank) {

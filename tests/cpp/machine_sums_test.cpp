@@ -2,8 +2,11 @@
 // rank to which each machine's float32 sum landed, whichever way they update.
 #include <gtest/gtest.h>
 
+#include <atomic>
+#include <chrono>
 #include <vector>
 
+#include "engine/ranks/jams.hpp"
 #include "ranks_on.hpp"
 
 namespace strata {
@@ -87,16 +90,22 @@ std::vector<float> expected_of(Config config, const Machines& machines, int step
   return learned_by(*session);
 }
 
-// Steps of a rank, which comes to units in an order of its own where it is odd.
+// What ranks do that others do not.
+struct Apart {
+  bool orders = false;                // odd ones come to units in the other order
+  std::chrono::milliseconds late{0};  // before the last one begins a backward
+};
+
 void train_apart(Session& session, int steps, const StepOptions& options, std::uint32_t batches,
-                 const Lacks& lacks, const RanksDevice& device) {
+                 const Lacks& lacks, const Apart& apart, const RanksDevice& device) {
   const Config& config = session.config();
   const auto units = static_cast<std::uint32_t>(config.units.size());
   for (int step = 0; step < steps; ++step) {
     for (std::uint32_t batch = config.rank; batch < batches; batch += config.ranks) {
       if (batch >= config.ranks) session.begin_window();
+      if (config.rank + 1 == config.ranks) std::this_thread::sleep_for(apart.late);
       for (std::uint32_t i = 0; i < units; ++i) {
-        const std::uint32_t unit = config.rank % 2 == 0 ? units - 1 - i : i;
+        const std::uint32_t unit = apart.orders && config.rank % 2 == 1 ? i : units - 1 - i;
         session.enter(UnitId{unit}, true);
         for (std::uint32_t p = 0; p < config.params.size(); ++p) {
           if (config.params[p].unit != UnitId{unit} || (unit == 0 && lacks(batch))) continue;
@@ -142,9 +151,9 @@ TEST(MachineSums, SoWhereUpdatesBeginInTheBackward) {
   expect_sums(config, {2, 2}, {}, 1);
 }
 
-// Each rank comes to units in an order of its own, and some have no gradient of the first one.
-void expect_sums_of_ranks_apart(const Config& of, const Machines& machines,
-                                const RanksDevice& at = {}) {
+// Some have no gradient of the first unit. Returns the bytes that were copied beside the budget.
+std::uint64_t expect_sums_of_ranks_apart(const Config& of, const Machines& machines,
+                                         const Apart& apart, const RanksDevice& at = {}) {
   const std::uint32_t batches = 2 * machines.ranks();
   const Lacks lacks = [](std::uint32_t batch) { return batch % 3 == 1; };
   Config config = of;
@@ -156,25 +165,38 @@ void expect_sums_of_ranks_apart(const Config& of, const Machines& machines,
   Cluster cluster(machines.ranks(), static_cast<Hosts>(machines.each));
   std::barrier all(std::ptrdiff_t{machines.ranks()});
   std::vector<std::vector<float>> found(machines.ranks());
+  std::atomic<std::uint64_t> kept = 0;
   on_ranks(machines.ranks(), [&](std::uint32_t rank) {
     const auto session = cluster.open(rank, config, {}, device.parts());
     fill_all(*session);
     all.arrive_and_wait();  // nobody reads what is not written yet
-    train_apart(*session, 2, {}, batches, lacks, device);
+    train_apart(*session, 2, {}, batches, lacks, apart, device);
+    kept += session->stats().gradients_kept_bytes;
     found[rank] = learned_by(*session);
     all.arrive_and_wait();  // others may still read from this one
   });
   expect_bits(expected, found);
+  return kept;
 }
 
-// Gradients have more pages than an outbox: what waits for ranks that come to it last is copied
-// away.
+// Its gradients have more pages than an outbox.
+Config larger_than_an_outbox() {
+  Config config = roomy();
+  for (std::uint32_t p : {0U, 3U, 7U}) config.params[p].numel = 80'000;
+  return config;
+}
+
+// Where they wait for each other in a circle, what waits is copied away.
 TEST(MachineSums, SoWhereRanksComeToUnitsInOtherOrders) {
   for (const Machines& machines : {Machines{2, 2}, Machines{2, 3}}) {
-    Config config = roomy();
-    for (std::uint32_t p : {0U, 3U, 7U}) config.params[p].numel = 80'000;
-    expect_sums_of_ranks_apart(config, machines);
+    EXPECT_GT(expect_sums_of_ranks_apart(larger_than_an_outbox(), machines, {.orders = true}), 0U);
   }
+}
+
+// All others wait for it, with what their outboxes hold.
+TEST(MachineSums, SoWhereARankIsLateAndNothingIsCopiedThen) {
+  const Apart late{.late = std::chrono::milliseconds(1'600)};
+  EXPECT_EQ(expect_sums_of_ranks_apart(larger_than_an_outbox(), {2, 2}, late), 0U);
 }
 
 TEST(MachineSums, SoWhereTheyComputeOnGpus) {
@@ -182,7 +204,7 @@ TEST(MachineSums, SoWhereTheyComputeOnGpus) {
   for (std::uint32_t p : {0U, 7U}) config.params[p].numel = kOutboxFramesGpu * kPage;
   config.host_bytes *= 4;
   TestDevice gpu(TestedOn::gpu_double, {.late = true, .seed = 1});
-  expect_sums_of_ranks_apart(config, {2, 2}, ranks_on(gpu));
+  EXPECT_GT(expect_sums_of_ranks_apart(config, {2, 2}, {.orders = true}, ranks_on(gpu)), 0U);
   EXPECT_EQ(gpu.close(), "");
 }
 
@@ -204,6 +226,43 @@ TEST(MachineSums, AreAddedUpByTheRanksOfAMachineInTurn) {
   EXPECT_EQ(collectors.of(7, 1), 2U);
   config.rank = 3;
   EXPECT_EQ(Collectors(config).of(7, 1), 1U) << "it is alone on its machine";
+}
+
+OutboxSet some(const Jams& jams, const std::vector<std::uint32_t>& outboxes) {
+  OutboxSet set(jams.outboxes());
+  for (const std::uint32_t outbox : outboxes) set.add(outbox);
+  return set;
+}
+
+TEST(Jams, AreCirclesOfOutboxesThatAreAllJammed) {
+  Jams jams(2);
+  const std::uint32_t a = Jams::gradients_of(0), b = Jams::sums_of(0), c = Jams::gradients_of(1);
+  EXPECT_FALSE(jams.any());
+  jams.set(a, true);
+  jams.set(b, true);
+  jams.wait(1, a, some(jams, {b}));
+  jams.wait(1, b, some(jams, {c}));
+  jams.wait(0, c, some(jams, {a}));
+  EXPECT_FALSE(jams.in_circle(a)) << "the last one is not full";
+  jams.set(c, true);
+  EXPECT_FALSE(jams.in_circle(a)) << "nobody has said yet for whom it waits";
+  jams.wait(0, c, some(jams, {a, Jams::sums_of(1)}));
+  for (const std::uint32_t outbox : {a, b, c}) EXPECT_TRUE(jams.in_circle(outbox)) << outbox;
+  EXPECT_FALSE(jams.in_circle(Jams::sums_of(1)));
+  jams.set(b, false);
+  EXPECT_TRUE(jams.any());
+  EXPECT_FALSE(jams.in_circle(a));
+}
+
+TEST(Jams, AreOfAnyNumberOfRanks) {
+  Jams jams(65);
+  for (const std::uint32_t outbox : {1U, 64U, 129U}) jams.set(outbox, true);
+  jams.wait(0, 1, some(jams, {64}));
+  jams.wait(5, 64, some(jams, {2, 129}));
+  jams.wait(7, 129, some(jams, {1, 128}));
+  for (std::uint32_t outbox = 0; outbox < 130; ++outbox) {
+    EXPECT_EQ(jams.in_circle(outbox), outbox == 1 || outbox == 64 || outbox == 129) << outbox;
+  }
 }
 
 // With a rank for each machine there is nothing to add up: all bits are those of one rank.

@@ -61,7 +61,7 @@ class SimulatedRank final {
       lose(Ending::parts);
     } catch (const StrataError& error) {
       told_.error = error.error();
-      // A process that ends by an error dies, and says so before if it can.
+      // A process that ends by an error may tell, and what it has said to other machines goes.
       if (world_.script.tells) give_up();
       lose(Ending::parts);
     } catch (const Broken& broken) {
@@ -214,6 +214,8 @@ class SimulatedRank final {
       if (below(4) == 0) call("synchronize", [&] { session_->synchronize(); });
     }
     checks_.compare(*session_);
+    // 3. Some land more, which no step follows.
+    if (!world_.script.early() && below(3) == 0) backwards(world_.script.steps.size() - 1);
   }
 
   // Backward passes; whether any gradient has landed.

@@ -136,6 +136,9 @@ TEST(RankSimulator, ARankThatEndsEarlyIsNamedByAllOthers) {
       if (rank == result.culprit && result.carried != 0) continue;
       EXPECT_EQ(result.ranks[rank].error.has_value(), rank != result.culprit) << "rank " << rank;
     }
+    for (const RanksResult::Rank& rank : result.ranks) {
+      EXPECT_TRUE(!rank.error || rank.error->text().find("damaged") == std::string::npos);
+    }
     expect_named(result);
   });
 }

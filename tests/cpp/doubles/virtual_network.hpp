@@ -1,7 +1,7 @@
 // VirtualNetwork: what ranks of several machines say to each other, under a virtual clock, as
 // couriers carry it: in order, with the bytes that it is about, which land in a mirror of the
 // sender's memory. It exists for bugs that depend on when a message of another machine comes, and
-// on what its sender's memory has by then.
+// on what its sender's memory has by then. Pages cross as they are, and not as codes.
 //
 // Threads: those of a Loopback, whose ranks of one machine are as they are there; of all but
 // meeting(), one at a time.
