@@ -214,8 +214,7 @@ class SimulatedRank final {
       if (below(4) == 0) call("synchronize", [&] { session_->synchronize(); });
     }
     checks_.compare(*session_);
-    // 3. Some land more, which no step follows.
-    if (!world_.script.early() && below(3) == 0) backwards(world_.script.steps.size() - 1);
+    if (!world_.script.early() && below(3) == 0) backwards(0);  // no step follows
   }
 
   // Backward passes; whether any gradient has landed.
