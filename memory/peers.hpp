@@ -53,8 +53,10 @@ struct PeerMessage {
     bye,        // no more steps
     failed,     // its session has ended with an error
     grown,      // `at` bytes of its memory are claimed
-    jammed,     // an outbox of its: for gradients, or, `what` is 1, for sums; `count`: 0: no more
-    waits,      // what lies in outbox `what` waits for outboxes: of 64, `part` by number, in `at`
+    jammed,     // an outbox, of gradients or, `what` is 1, of sums: its jam `part`, `at` lies in
+                // front; `count` is 0: that is over
+    waits,      // what lies in front in jam `count` of outbox `what` waits for outboxes: those of
+                // 64, `part` by number, in `at`
     // To ranks of other machines alone:
     summed,  // no sum of its machine with a smaller key than `at` will come from it
     board,   // its board has changed: that part lies at `at` there

@@ -35,8 +35,10 @@ std::byte* Departures::take(Box& box, std::uint32_t rank, std::size_t bytes) {
 bool Departures::give_back(std::uint32_t rank, const std::byte* place) {
   const bool of_sums = sums_ && place >= base_.outbox + gradients_.outbox.capacity();
   Box& box = of_sums ? *sums_ : gradients_;
-  box.full_since_ns.reset();
-  return box.outbox.give_back(rank, place);
+  const std::byte* const front = box.outbox.front();
+  const bool given_back = box.outbox.give_back(rank, place);
+  if (box.outbox.front() != front) box.full_since_ns.reset();
+  return given_back;
 }
 
 bool Departures::empty() const {
@@ -69,16 +71,13 @@ bool Departures::is_stuck() const {
   return waits_since_ns_ && base_.tiers.now_ns() - *waits_since_ns_ > kStuckNs;
 }
 
-bool Departures::is_jammed(const Box& box) const {
-  constexpr std::int64_t kJammedNs = 1'000'000'000, kJammedAgainNs = 10'000'000;
-  const std::int64_t after_ns = was_jammed_ ? kJammedAgainNs : kJammedNs;
-  return box.full_since_ns && base_.tiers.now_ns() - *box.full_since_ns > after_ns;
-}
-
-Departures::Jammed Departures::jammed() {
-  const Jammed are{.gradients = is_jammed(gradients_), .sums = sums_ && is_jammed(*sums_)};
-  was_jammed_ |= are.gradients || are.sums;
-  return are;
+const std::byte* Departures::jammed_by(bool of_sums) const {
+  constexpr std::int64_t kJammedNs = 1'000'000'000;
+  if (of_sums && !sums_) return nullptr;
+  const Box& box = of_sums ? *sums_ : gradients_;
+  if (!box.full_since_ns) return nullptr;
+  const bool long_enough = base_.tiers.now_ns() - *box.full_since_ns > kJammedNs;
+  return expects_jams_ || long_enough ? box.outbox.front() : nullptr;
 }
 
 Departures::Gradient::Gradient(Departures& departures, const IncomingGradient& gradient,

@@ -69,29 +69,26 @@ class Departures final {
   bool holds_for(std::uint32_t rank) const;
   // A gradient has waited for others for long.
   bool is_stuck() const;
-  // There was no place for a gradient, or a sum, and none has been free since, for a while that is
-  // short to people and long to networks; for a shorter one where that was so before, until
-  // begin_window().
-  struct Jammed {
-    bool gradients = false, sums = false;
-  };
-  Jammed jammed();
-  void begin_window() { was_jammed_ = false; }
+  // What lies in front in an outbox where there was no place for a gradient, or a sum, and which
+  // has been there since, for a while that is short to people and long to networks; at once behind
+  // expect_jams(), until begin_window(). Null: nothing has.
+  const std::byte* jammed_by(bool of_sums) const;
+  void expect_jams() { expects_jams_ = true; }
+  void begin_window() { expects_jams_ = false; }
 
  private:
   struct Box {
     Outbox outbox;
-    std::optional<std::int64_t> full_since_ns{};  // none: there was room
+    std::optional<std::int64_t> full_since_ns{};  // none: what was in front has gone since
   };
 
   std::byte* take(Box& box, std::uint32_t rank, std::size_t bytes);
-  bool is_jammed(const Box& box) const;
 
   Foundation& base_;
   GradientCopies& copies_;
   Box gradients_;
   std::optional<Box> sums_;
-  bool was_jammed_ = false;
+  bool expects_jams_ = false;
   std::uint64_t kept_bytes_ = 0;
   std::optional<std::int64_t> waits_since_ns_;  // a gradient waits for a place; none: none does
 };

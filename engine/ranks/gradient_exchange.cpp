@@ -17,7 +17,8 @@ GradientExchange::GradientExchange(Foundation& base, Updates& updates, GradientC
       progress_(base.peers->rank(), base.peers->count(), key_of(step_, 0, 0)),
       numbers_(base.config.params.size(), 0),
       to_come_(*base.peers, collectors_, progress_),
-      jams_(base.peers->count()) {
+      jams_(base.peers->count()),
+      told_waits_(jams_.outboxes(), 0) {
   STRATA_ASSERT(base_.layout.accumulate);
   make_parts();
   if (collectors_.here().size() > 1) {

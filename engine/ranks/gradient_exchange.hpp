@@ -110,7 +110,7 @@ class GradientExchange final {
   // What others say. False: it cannot be, and the session should end.
   bool summed(std::uint32_t from, GradientKey key);
   bool jammed(std::uint32_t from, const PeerMessage& message);
-  bool waits_there(std::uint32_t from, const PeerMessage& message);
+  bool waits_there(const PeerMessage& message);
   bool piece_came(std::uint32_t from, const PeerMessage& message);
   bool piece_taken(std::uint32_t from, std::uint64_t place);
   void window_began(std::uint32_t from, const PeerMessage& message);
@@ -152,8 +152,8 @@ class GradientExchange final {
   // the least far: it is what they wait for.
   bool waits() const { return !departures_.empty(); }
   std::uint32_t slowest() const { return progress_.slowest(); }
-  // Of others' gradients and sums, copied beside the budget: see jams.hpp, and Note [The exchange
-  // cannot deadlock].
+  // Of gradients and sums that were copied beside the budget, since the start: see jams.hpp, and
+  // Note [The exchange cannot deadlock].
   std::uint64_t kept_bytes() const { return departures_.kept_bytes(); }
 
  private:
@@ -195,13 +195,14 @@ class GradientExchange final {
   void send_sum(const MachineSums::Part& part, GradientPiece sum);
   void tell_sums();
   void look_for_jams();
-  void tell_waits();
-  void make_room();
+  const std::byte* in_front(std::uint32_t outbox) const;
+  void tell_waits(std::uint32_t outbox);
+  std::optional<std::uint32_t> find(std::uint32_t rank, const std::byte* place) const;
+  std::vector<std::uint32_t> awaited_by(std::uint32_t rank, const std::byte* place) const;
+  void make_room(std::uint32_t rank, const std::byte* place);
   MachineSums::Part part_to_sum(std::uint32_t part) const;
   void await(std::uint32_t part, const GradientPiece& piece);
   Key to_come(std::uint32_t part, std::uint32_t member) const;
-  std::uint32_t outbox_of(const GradientPiece& piece) const;
-  std::vector<std::uint32_t> missing(std::uint32_t part) const;
   std::vector<GradientPiece> addable(std::uint32_t part) const;
   std::unique_ptr<Job> begin(std::uint32_t part, std::vector<GradientPiece> pieces);
   void add(Job& job) const;
@@ -227,6 +228,7 @@ class GradientExchange final {
   SumsToCome to_come_;
   Key told_summed_ = 0;
   Jams jams_;
+  std::vector<std::uint32_t> told_waits_;   // by outbox: of the jam with that number
   std::optional<MachineSums> sums_;         // none: this machine has nothing to add up first
   std::unique_ptr<Crew<Job*, Job*>> crew_;  // last: its thread reads what is above
 };

@@ -79,98 +79,119 @@ bool GradientExchange::summed(std::uint32_t from, Key key) {
 }
 
 bool GradientExchange::jammed(std::uint32_t from, const PeerMessage& message) {
-  if (!collectors_.by_machine() || message.what > 1 || message.count > 1) return false;
-  jams_.set(Jams::gradients_of(from) + message.what, message.count == 1);
+  const bool known = base_.peers->bytes(from, message.at, 1) != nullptr;
+  if (!collectors_.by_machine() || message.what > 1 || message.count > 1 || !known) return false;
+  jams_.set(Jams::gradients_of(from) + message.what,
+            {.is = message.count == 1, .number = message.part, .front = message.at});
   base_.bell.ring();
   return true;
 }
 
-bool GradientExchange::waits_there(std::uint32_t from, const PeerMessage& message) {
+bool GradientExchange::waits_there(const PeerMessage& message) {
   if (!collectors_.by_machine() || message.what >= jams_.outboxes()) return false;
-  OutboxSet awaited = jams_.awaited(from, message.what);
+  OutboxSet awaited = jams_.awaited(message.what, message.count);
   if (message.part >= awaited.words()) return false;
   awaited.set_word(message.part, message.at);
-  jams_.wait(from, message.what, std::move(awaited));
+  jams_.wait(message.what, message.count, std::move(awaited));
   base_.bell.ring();
   return true;
 }
 
 // See jams.hpp.
 void GradientExchange::look_for_jams() {
-  const std::uint32_t mine = Jams::gradients_of(base_.peers->rank());
-  const auto [gradients, sums] = departures_.jammed();
+  const std::uint32_t here = base_.peers->rank();
   for (const bool of_sums : {false, true}) {
-    const std::uint32_t outbox = mine + (of_sums ? 1 : 0);
-    const bool is = of_sums ? sums : gradients;
-    if (is == jams_.is(outbox)) continue;
-    jams_.set(outbox, is);
+    const std::uint32_t outbox = Jams::gradients_of(here) + std::uint32_t{of_sums};
+    const Jams::Jam before = jams_.of(outbox);
+    const std::byte* const front = departures_.jammed_by(of_sums);
+    Jams::Jam jam = before;
+    jam.is = front != nullptr;
+    if (jam.is) jam.front = base_.peers->place(front);
+    if (jam.is == before.is && jam.front == before.front) continue;
+    if (jam.is) ++jam.number;
+    jams_.set(outbox, jam);
     base_.peers->send_all({.kind = PeerMessage::Kind::jammed,
                            .what = std::uint32_t{of_sums},
-                           .count = std::uint32_t{is}});
+                           .part = jam.number,
+                           .count = std::uint32_t{jam.is},
+                           .at = jam.front});
   }
   if (!jams_.any()) return;
-  tell_waits();
-  make_room();
-}
-
-std::uint32_t GradientExchange::outbox_of(const GradientPiece& piece) const {
-  const bool is_sum = collectors_.ranks(piece.member).size() > 1;
-  return is_sum ? Jams::sums_of(piece.rank) : Jams::gradients_of(piece.rank);
-}
-
-// Of each outbox that is jammed: for which ones that waits which lies in it, where that is news.
-void GradientExchange::tell_waits() {
-  const std::uint32_t here = base_.peers->rank();
-  std::vector<OutboxSet> awaited(jams_.outboxes(), OutboxSet(jams_.outboxes()));
-  const auto note = [&](std::uint32_t outbox, std::uint32_t of) { awaited[outbox].add(of); };
-  if (sums_) sums_->tell_waits(note);
-  for (const std::uint32_t id : pending_) {
-    for (const std::uint32_t of : missing(id)) {
-      for (const GradientPiece& piece : parts_[id].waiting) {
-        if (!piece.kept) note(outbox_of(piece), of);
-      }
-    }
-  }
   for (std::uint32_t outbox = 0; outbox < jams_.outboxes(); ++outbox) {
-    const OutboxSet before = jams_.awaited(here, outbox);
-    if (!jams_.is(outbox) || awaited[outbox] == before) continue;
-    for (std::uint32_t word = 0; word < before.words(); ++word) {
-      if (awaited[outbox].word(word) == before.word(word)) continue;
-      base_.peers->send_all({.kind = PeerMessage::Kind::waits,
-                             .what = outbox,
-                             .part = word,
-                             .at = awaited[outbox].word(word)});
-    }
-    jams_.wait(here, outbox, std::move(awaited[outbox]));
+    if (!jams_.of(outbox).is) continue;
+    tell_waits(outbox);
+    if (!jams_.in_circle(outbox)) continue;
+    if (Jams::rank_of(outbox) == here) departures_.expect_jams();
+    make_room(Jams::rank_of(outbox), in_front(outbox));
   }
 }
 
-void GradientExchange::make_room() {
-  const auto stays = [this](std::uint32_t outbox) { return jams_.in_circle(outbox); };
-  if (sums_) sums_->make_room(stays);
+const std::byte* GradientExchange::in_front(std::uint32_t outbox) const {
+  return base_.peers->bytes(Jams::rank_of(outbox), jams_.of(outbox).front, 1);
+}
+
+// Where that is here which lies in front: for what it waits, as far as that is news.
+void GradientExchange::tell_waits(std::uint32_t outbox) {
+  const std::uint32_t rank = Jams::rank_of(outbox), number = jams_.of(outbox).number;
+  const std::byte* const front = in_front(outbox);
+  std::vector<std::uint32_t> outboxes = awaited_by(rank, front);
+  if (outboxes.empty() && sums_) outboxes = sums_->awaited(rank, front);
+  OutboxSet awaited(jams_.outboxes());
+  for (const std::uint32_t of : outboxes) awaited.add(of);
+  const OutboxSet before = jams_.awaited(outbox, number);
+  const bool is_here = !outboxes.empty() || told_waits_[outbox] == number;
+  if (!is_here || awaited == before) return;
+  told_waits_[outbox] = number;
+  for (std::uint32_t word = 0; word < before.words(); ++word) {
+    if (awaited.word(word) == before.word(word)) continue;
+    base_.peers->send_all({.kind = PeerMessage::Kind::waits,
+                           .what = outbox,
+                           .part = word,
+                           .count = number,
+                           .at = awaited.word(word)});
+  }
+  jams_.wait(outbox, number, std::move(awaited));
+}
+
+// Of a sum, or a gradient that is none of a sum, which waits here at that place.
+std::optional<std::uint32_t> GradientExchange::find(std::uint32_t rank,
+                                                    const std::byte* place) const {
   for (const std::uint32_t id : pending_) {
-    if (missing(id).empty()) continue;
-    Part& part = parts_[id];
-    for (GradientPiece& piece : part.waiting) {
-      if (stays(outbox_of(piece))) departures_.keep(piece, part.count * size_of(piece.dtype));
+    for (const GradientPiece& piece : parts_[id].waiting) {
+      if (piece.rank == rank && piece.bytes == place) return id;
     }
   }
+  return std::nullopt;
 }
 
-// The outboxes from which pieces are to come ahead of those that wait; none: these wait for none.
-std::vector<std::uint32_t> GradientExchange::missing(std::uint32_t id) const {
-  const Part& part = parts_[id];
+// For which outboxes that waits; none: for no outbox, or it is not here.
+std::vector<std::uint32_t> GradientExchange::awaited_by(std::uint32_t rank,
+                                                        const std::byte* place) const {
   std::vector<std::uint32_t> outboxes;
-  if (part.adding || part.waiting.empty() || !addable(id).empty()) return outboxes;
+  const auto id = find(rank, place);
+  if (!id || parts_[*id].adding || !addable(*id).empty()) return outboxes;
+  const std::vector<GradientPiece>& waiting = parts_[*id].waiting;
+  const Key least = std::ranges::min_element(waiting, {}, &GradientPiece::key)->key;
   for (std::uint32_t member = 0; member < collectors_.members(); ++member) {
-    const auto first = std::ranges::find(part.waiting, member, &GradientPiece::member);
-    if (first != part.waiting.end()) continue;
-    for (const std::uint32_t rank : collectors_.ranks(member)) {
-      outboxes.push_back(Jams::gradients_of(rank));
-      outboxes.push_back(Jams::sums_of(rank));
+    const bool there = std::ranges::find(waiting, member, &GradientPiece::member) != waiting.end();
+    if (there || to_come(*id, member) > least) continue;
+    const std::uint32_t sender = collectors_.sender(*id, member);
+    const bool far = base_.peers->is_far(sender);
+    outboxes.push_back(Jams::sums_of(far ? sender : base_.peers->rank()));
+    for (const std::uint32_t of : collectors_.ranks(member)) {
+      outboxes.push_back(Jams::gradients_of(of));
     }
   }
   return outboxes;
+}
+
+void GradientExchange::make_room(std::uint32_t rank, const std::byte* place) {
+  if (sums_) sums_->make_room(rank, place);
+  const auto id = find(rank, place);
+  if (!id || awaited_by(rank, place).empty()) return;
+  Part& part = parts_[*id];
+  const auto piece = std::ranges::find(part.waiting, place, &GradientPiece::bytes);
+  departures_.keep(*piece, part.count * size_of(piece->dtype));
 }
 
 // The part that a message is about; none: there is no such part.

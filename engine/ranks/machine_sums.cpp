@@ -43,23 +43,33 @@ void MachineSums::add(const Job& job) const {
 
 void MachineSums::await(const Part& part, GradientPiece piece) {
   const auto [found, made] = collected_.try_emplace(part.number, Collected{.part = part});
+  if (made) order_.push_back(part.number);
   found->second.waiting.push_back(std::move(piece));
   base_.bell.ring();
+}
+
+// Ranks of which pieces of the smallest key may still come.
+std::vector<std::uint32_t> MachineSums::missing(const Collected& collected) const {
+  const GradientKey key = std::ranges::min_element(collected.waiting, {}, &GradientPiece::key)->key;
+  std::vector<std::uint32_t> ranks;
+  for (const std::uint32_t rank : collectors_.here()) {
+    const bool there =
+        std::ranges::find(collected.waiting, rank, &GradientPiece::rank) != collected.waiting.end();
+    if (!there && !progress_.has_left(rank) && progress_.reached(rank) <= key) {
+      ranks.push_back(rank);
+    }
+  }
+  return ranks;
 }
 
 // The pieces of the smallest key, by rank; none: one may still come.
 std::vector<GradientPiece> MachineSums::complete(const Collected& collected) const {
   std::vector<GradientPiece> pieces;
-  if (collected.adding || collected.waiting.empty()) return pieces;
+  if (collected.adding || !missing(collected).empty()) return pieces;
   const GradientKey key = std::ranges::min_element(collected.waiting, {}, &GradientPiece::key)->key;
   for (const std::uint32_t rank : collectors_.here()) {
     const auto first = std::ranges::find(collected.waiting, rank, &GradientPiece::rank);
-    const bool there = first != collected.waiting.end();
-    if (there && first->key == key) {
-      pieces.push_back(*first);
-    } else if (!there && !progress_.has_left(rank) && progress_.reached(rank) <= key) {
-      return {};
-    }
+    if (first != collected.waiting.end() && first->key == key) pieces.push_back(*first);
   }
   return pieces;
 }
@@ -70,7 +80,8 @@ bool MachineSums::turn() {
     end(std::unique_ptr<Job>(done));
     moved = true;
   }
-  for (auto& [number, collected] : collected_) {
+  for (const std::uint32_t number : order_) {
+    Collected& collected = collected_.at(number);
     std::vector<GradientPiece> pieces = complete(collected);
     if (pieces.empty()) continue;
     const Part& part = collected.part;
@@ -107,7 +118,10 @@ void MachineSums::end(std::unique_ptr<Job> job) {
                   [&](const GradientPiece& of) { return of.bytes == piece.bytes; });
     departures_.let_go(piece);
   }
-  if (collected.waiting.empty()) collected_.erase(found);
+  if (collected.waiting.empty()) {
+    std::erase(order_, job->part.number);
+    collected_.erase(found);
+  }
   send_(job->part, sum);
   base_.gate.notify();
 }
@@ -137,41 +151,31 @@ GradientKey MachineSums::reached() const {
   return least;
 }
 
-// Ranks for whose pieces it waits; none: it is being added, or waits for a place.
-std::vector<std::uint32_t> MachineSums::missing(const Collected& collected) const {
-  std::vector<std::uint32_t> ranks;
-  if (collected.adding || !complete(collected).empty()) return ranks;
-  for (const std::uint32_t rank : collectors_.here()) {
-    const auto first = std::ranges::find(collected.waiting, rank, &GradientPiece::rank);
-    if (first == collected.waiting.end()) ranks.push_back(rank);
-  }
-  return ranks;
-}
-
-void MachineSums::tell_waits(const Waits& tell) const {
+// The part of which that waits; null: it is not here.
+const MachineSums::Collected* MachineSums::find(std::uint32_t rank, const std::byte* place) const {
   for (const auto& [number, collected] : collected_) {
-    if (collected.adding) continue;
-    std::vector<std::uint32_t> awaited;
-    for (const std::uint32_t rank : missing(collected)) {
-      awaited.push_back(Jams::gradients_of(rank));
-    }
-    if (awaited.empty()) awaited.push_back(Jams::sums_of(base_.peers->rank()));  // for a place
     for (const GradientPiece& piece : collected.waiting) {
-      for (const std::uint32_t outbox : awaited) {
-        if (!piece.kept) tell(Jams::gradients_of(piece.rank), outbox);
-      }
+      if (piece.rank == rank && piece.bytes == place) return &collected;
     }
   }
+  return nullptr;
 }
 
-void MachineSums::make_room(const std::function<bool(std::uint32_t outbox)>& stays) {
-  for (auto& [number, collected] : collected_) {
-    if (missing(collected).empty()) continue;
-    for (GradientPiece& piece : collected.waiting) {
-      const std::size_t bytes = collected.part.count * size_of(piece.dtype);
-      if (stays(Jams::gradients_of(piece.rank))) departures_.keep(piece, bytes);
-    }
-  }
+std::vector<std::uint32_t> MachineSums::awaited(std::uint32_t rank, const std::byte* place) const {
+  std::vector<std::uint32_t> outboxes;
+  const Collected* const collected = find(rank, place);
+  if (collected == nullptr || collected->adding) return outboxes;
+  for (const std::uint32_t of : missing(*collected)) outboxes.push_back(Jams::gradients_of(of));
+  if (outboxes.empty()) outboxes.push_back(Jams::sums_of(base_.peers->rank()));  // for a place
+  return outboxes;
+}
+
+void MachineSums::make_room(std::uint32_t rank, const std::byte* place) {
+  const Collected* const found = find(rank, place);
+  if (found == nullptr || found->adding || missing(*found).empty()) return;
+  Collected& collected = collected_.at(found->part.number);
+  const auto piece = std::ranges::find(collected.waiting, place, &GradientPiece::bytes);
+  departures_.keep(*piece, collected.part.count * size_of(piece->dtype));
 }
 
 }  // namespace strata

@@ -49,10 +49,11 @@ class MachineSums final {
   // No sum of a smaller key will be sent on from here: of any part, or of that one.
   GradientKey reached() const;
   GradientKey reached(std::uint32_t part) const;
-  // Of what lies in an outbox, and waits here for another one. See jams.hpp.
-  using Waits = std::function<void(std::uint32_t outbox, std::uint32_t awaited)>;
-  void tell_waits(const Waits& tell) const;
-  void make_room(const std::function<bool(std::uint32_t outbox)>& stays);
+  // Of what lies at that place in the outbox of a rank and waits here: for which outboxes. None: it
+  // is not here, or is being added. See jams.hpp.
+  std::vector<std::uint32_t> awaited(std::uint32_t rank, const std::byte* place) const;
+  // That is copied, unless it waits for a place.
+  void make_room(std::uint32_t rank, const std::byte* place);
 
  private:
   struct Collected {
@@ -70,6 +71,7 @@ class MachineSums final {
   GradientKey members_reached() const;
   std::vector<GradientPiece> complete(const Collected& collected) const;
   std::vector<std::uint32_t> missing(const Collected& collected) const;
+  const Collected* find(std::uint32_t rank, const std::byte* place) const;
   void add(const Job& job) const;
   void end(std::unique_ptr<Job> job);
 
@@ -79,6 +81,7 @@ class MachineSums final {
   const Collectors& collectors_;
   const Send send_;
   std::map<std::uint32_t, Collected> collected_;  // by part: what is still to be sent on
+  std::vector<std::uint32_t> order_;              // parts, in the order in which they came
   std::uint32_t adding_ = 0;
   std::unique_ptr<Crew<Job*, Job*>> crew_;  // last: its thread reads what is above
 };

@@ -290,7 +290,7 @@ bool OtherRanks::take(const Peers::Received& received) {
     case PeerMessage::Kind::jammed:
       return exchange_.jammed(from, message);
     case PeerMessage::Kind::waits:
-      return exchange_.waits_there(from, message);
+      return exchange_.waits_there(message);
     case PeerMessage::Kind::summed:
       return exchange_.summed(from, message.at);
     case PeerMessage::Kind::grown:

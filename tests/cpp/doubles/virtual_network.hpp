@@ -31,8 +31,8 @@ namespace strata {
 enum class Ending : std::uint8_t { parts, dies };
 
 struct VirtualNetworkOptions {
-  std::int64_t latency_ns = 0;
-  double bytes_s = 1e9;  // of each way
+  std::int64_t latency_ns = 0;  // of some ways; of others two or three times as long
+  double bytes_s = 1e9;         // of each way
 };
 
 class VirtualNetwork final {
@@ -163,7 +163,7 @@ class VirtualNetwork final {
       }
       const double seconds = static_cast<double>(message.bytes) / options_.bytes_s;
       goes.free_ns = std::max(goes.free_ns, now_ns) + static_cast<std::int64_t>(seconds * 1e9);
-      parcel.comes_ns = goes.free_ns + options_.latency_ns;
+      parcel.comes_ns = goes.free_ns + options_.latency_ns * (1 + (from + 2 * to) % 3);
       goes.under_way.push_back(std::move(parcel));
     }
   }
