@@ -58,7 +58,7 @@ class Jams final {
   // Of an outbox.
   struct Jam {
     bool is = false;
-    std::uint32_t number = 0;  // counted by its rank
+    std::uint32_t number = 0;  // counted by its rank, from 1
     std::uint64_t front = 0;   // where that lies: from the beginning of the rank's memory
   };
 
@@ -81,7 +81,9 @@ class Jams final {
     const Waits& waits = waits_[outbox];
     return waits.number == number ? waits.awaited : OutboxSet(outboxes());
   }
+  // What is said of an older jam than was said of before comes too late.
   void wait(std::uint32_t outbox, std::uint32_t number, OutboxSet awaited) {
+    if (number < waits_[outbox].number) return;
     waits_[outbox] = {.number = number, .awaited = std::move(awaited)};
   }
   bool in_circle(std::uint32_t outbox) const {

@@ -251,6 +251,7 @@ TEST(Jams, AreCirclesOfOutboxesThatAreAllJammed) {
   jams.set(b, {.is = true, .number = 2});
   EXPECT_FALSE(jams.in_circle(a)) << "something else lies in front";
   jams.wait(b, 2, some(jams, {c}));
+  jams.wait(b, 1, some(jams, {}));  // by another rank, and late
   EXPECT_TRUE(jams.in_circle(a));
 }
 
