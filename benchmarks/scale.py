@@ -29,8 +29,8 @@ MACHINES, RANKS = 8, 64
 LINK_BYTES_S = 8 * 45e9  # of a machine: eight of 400 Gb/s, as far as they get
 
 
-def step(tokens: int, layers: int = LLAMA_70B.layers, sums: str = "ranks") -> Forecast:
-    """The planned step of the rank that holds most. `sums`: rank_sums of wrap()."""
+def step(tokens: int, layers: int = LLAMA_70B.layers) -> Forecast:
+    """The planned step of the rank that holds most, as if its machine were alone."""
     sizes, here = replace(LLAMA_70B, layers=layers), RANKS // MACHINES
     trace = llama_trace(sizes, tokens, SEQUENCE, H100_OF_8.flops_s, chunked_loss=True)
     links = ("upload_bytes_s", "download_bytes_s")  # which each device has of its own
@@ -38,21 +38,24 @@ def step(tokens: int, layers: int = LLAMA_70B.layers, sums: str = "ranks") -> Fo
     whole = H100_OF_8.budgets()
     budgets = whole.replace(host_bytes=whole.host_bytes // here)
     found = forecast(shared_among(trace, RANKS), costs, budgets, _core.Wishes(), RANKS * tokens)
-    network = Network(MACHINES, RANKS, LINK_BYTES_S, rank_sums=sums)
-    return replace(found, ranks=RANKS).over_network(network)
+    return replace(found, ranks=RANKS)
 
 
 def run(context: Context) -> Iterator[Figure]:
     """Yields, by tokens of a rank, the step, shares of arithmetic and of the bound, and links."""
     layers = 4 if context.quick else LLAMA_70B.layers
+    network = Network(MACHINES, RANKS, LINK_BYTES_S)
+    with_sums = replace(network, rank_sums="machines")
     for tokens in TOKENS:
-        found = step(tokens, layers)
+        alone = step(tokens, layers)
+        found, summed = alone.over_network(network), alone.over_network(with_sums).crossing
         if not found.feasible:
             raise BenchError(f"{LLAMA_70B.name} on {H100_OF_8.name}: {found.refusal}")
         context.say(str(found))
         assert found.step_seconds is not None
         assert found.simulation is not None
         assert found.crossing is not None
+        assert summed is not None
         seconds = found.step_seconds
         flops = model_flops(replace(LLAMA_70B, layers=layers), tokens, SEQUENCE)
         mfu = 100 * flops / (seconds * H100_OF_8.peak_flops_s)
@@ -65,7 +68,5 @@ def run(context: Context) -> Iterator[Figure]:
             yield Figure("scale", f"{lane}_busy_{name}", 100 * use.busy_seconds / seconds, "%")
         busy, least = found.crossing.seconds, found.crossing.seconds_min
         yield Figure("scale", f"network_busy_{name}", 100 * busy / seconds, "%")
-        summed = step(tokens, layers, "machines").crossing
-        assert summed is not None
         yield Figure("scale", f"network_busy_with_sums_{name}", 100 * summed.seconds / seconds, "%")
         yield Figure("scale", f"network_least_{name}", 100 * least / seconds, "%")

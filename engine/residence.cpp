@@ -144,7 +144,7 @@ Holding holding_of(const Config& config, const Layout& layout) {
   const bool on_host = config.device == "host";
   holding.landing_frames = on_host || !owns.alone() ? 0 : kLandingFrames;
   holding.outbox_frames = owns.alone() ? 0 : on_host ? kOutboxFrames : kOutboxFramesGpu;
-  if (Collectors(config).here().size() > 1) holding.outbox_frames *= 2;  // as many for sums
+  if (Collectors(config).adds_up_here()) holding.outbox_frames *= 2;  // as many for sums
   holding.relay_wanted = relay_frames_wanted(config, layout, owns);
   // Where sums of gradients rest, or gradients wait for their updates, snapshots have them as well.
   holding.kept_slots =

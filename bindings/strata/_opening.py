@@ -18,6 +18,7 @@ from torch import nn
 from . import _core
 from ._config.alike import check_alike
 from ._config.budgets import device_goal
+from ._config.choices import OF_SEVERAL_MACHINES
 from ._config.device import say_slow_dtypes
 from ._config.managed import check_parameters
 from ._config.options import Options
@@ -143,7 +144,7 @@ def _start(
         wire = Wire(options.ranks.rank, options.ranks.machines, options.ranks.run)
         undo.first(wire.close)
     else:
-        for name, usual in (("rank_gathers", "exact"), ("rank_sums", "ranks")):
+        for name, usual in OF_SEVERAL_MACHINES.items():
             if (value := getattr(options, name)) != usual:
                 log.info("%s=%r does nothing: there is one machine", name, value)
     session = _core.Session(whole, foreign, wire)

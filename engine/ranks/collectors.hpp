@@ -10,7 +10,6 @@
 //   collectors.members();                     // whose pieces the owner adds, in their order
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
 #include <map>
 #include <string>
@@ -40,6 +39,9 @@ class Collectors final {
   std::uint32_t members() const { return static_cast<std::uint32_t>(members_.size()); }
   std::uint32_t member_of(std::uint32_t rank) const { return member_of_[rank]; }
   const std::vector<std::uint32_t>& ranks(std::uint32_t member) const { return members_[member]; }
+  // It has something to add up: what it sends owners are sums. And that of this rank.
+  bool adds_up(std::uint32_t member) const { return members_[member].size() > 1; }
+  bool adds_up_here() const { return adds_up(member_of_[rank_]); }
   // Of the machine of this rank; of this one alone where it sends to owners itself.
   const std::vector<std::uint32_t>& here() const { return members_[member_of_[rank_]]; }
   // Who sends the owner what the member adds to a part: its ranks in turn.
@@ -49,7 +51,7 @@ class Collectors final {
   // Where this rank's piece goes.
   std::uint32_t of(std::uint32_t part, std::uint32_t owner) const {
     const std::uint32_t mine = member_of_[rank_];
-    if (here().size() == 1 || member_of_[owner] == mine) return owner;
+    if (!adds_up_here() || member_of_[owner] == mine) return owner;
     return sender(part, mine);
   }
 

@@ -13,7 +13,7 @@ GradientExchange::GradientExchange(Foundation& base, Updates& updates, GradientC
       updates_(updates),
       early_(base.config.update == UpdateMode::in_backward),
       collectors_(base.config),
-      departures_(base, copies, collectors_.here().size() > 1),
+      departures_(base, copies, collectors_.adds_up_here()),
       progress_(base.peers->rank(), base.peers->count(), key_of(step_, 0, 0)),
       numbers_(base.config.params.size(), 0),
       to_come_(*base.peers, collectors_, progress_),
@@ -21,7 +21,7 @@ GradientExchange::GradientExchange(Foundation& base, Updates& updates, GradientC
       told_waits_(jams_.outboxes(), 0) {
   STRATA_ASSERT(base_.layout.accumulate);
   make_parts();
-  if (collectors_.here().size() > 1) {
+  if (collectors_.adds_up_here()) {
     sums_.emplace(
         base, departures_, progress_, collectors_, threads,
         [this](const MachineSums::Part& part, const GradientPiece& sum) { send_sum(part, sum); });
@@ -122,7 +122,7 @@ void GradientExchange::await(std::uint32_t id, const GradientPiece& piece) {
 // The smallest key that the member may still have of the part.
 GradientExchange::Key GradientExchange::to_come(std::uint32_t id, std::uint32_t member) const {
   const std::uint32_t sender = collectors_.sender(id, member);
-  if (collectors_.ranks(member).size() > 1) {
+  if (collectors_.adds_up(member)) {
     return base_.peers->is_far(sender) ? to_come_.reached(sender) : sums_->reached(id);
   }
   return progress_.has_left(sender) ? UINT64_MAX : progress_.reached(sender);

@@ -45,11 +45,10 @@
 // rank waits where its outbox is full. Pieces of number 0 alone stay in outboxes: a rank may send
 // the second gradient of one parameter before the first of another, which others may wait for.
 // Later numbers are copied as soon as they come, to memory beside the budget (see above: they are
-// rare). Where machines add up, other orders hold: see jams.hpp. Each rank sends the others in the
-// order of their windows. Of all that are still to come, that of the smallest
-// window, of the lowest rank, waits for nobody, nor does anything that its rank sends before it:
-// rank by rank, each outbox empties. Sums rest in float32, so that each piece can be added as it
-// comes.
+// rare). Each rank sends the others in the order of their windows. Of all that are still to come,
+// that of the smallest window, of the lowest rank, waits for nobody, nor does anything that its
+// rank sends before it: rank by rank, each outbox empties. Sums rest in float32, so that each piece
+// can be added as it comes. Where machines add up, other orders hold: see jams.hpp.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// What ranks say to each other of gradients: pieces that leave, and those that come.
+// What ranks say to each other of gradients: pieces that leave, those that come, and jams.
 #include <algorithm>
 #include <utility>
 
@@ -171,7 +171,7 @@ std::vector<std::uint32_t> GradientExchange::awaited_by(std::uint32_t rank,
   const auto id = find(rank, place);
   if (!id || parts_[*id].adding || !addable(*id).empty()) return outboxes;
   const std::vector<GradientPiece>& waiting = parts_[*id].waiting;
-  const Key least = std::ranges::min_element(waiting, {}, &GradientPiece::key)->key;
+  const Key least = smallest_key(waiting);
   for (std::uint32_t member = 0; member < collectors_.members(); ++member) {
     const bool there = std::ranges::find(waiting, member, &GradientPiece::member) != waiting.end();
     if (there || to_come(*id, member) > least) continue;
@@ -224,7 +224,7 @@ bool GradientExchange::piece_came(std::uint32_t from, const PeerMessage& message
     return false;
   }
   // 2. Or one that goes to the sum at once; of a machine of several ranks by one of them.
-  const bool is_sum = !to_sum && collectors_.ranks(piece.member).size() > 1;
+  const bool is_sum = !to_sum && collectors_.adds_up(piece.member);
   if (is_sum && collectors_.sender(*id, piece.member) != from) return false;
   if (piece.key < (is_sum ? to_come_.told(from) : progress_.reached(from))) return false;
   const std::size_t most = is_sum ? collectors_.ranks(piece.member).size() : 1;

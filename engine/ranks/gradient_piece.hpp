@@ -8,6 +8,7 @@
 //   double squares = add_pieces(kernels, sum, pieces, 0, count, GradMode::copy);
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -36,6 +37,13 @@ struct GradientPiece {
     bytes = kept.get();
   }
 };
+
+// UINT64_MAX: there are none.
+inline GradientKey smallest_key(std::span<const GradientPiece> pieces) {
+  GradientKey least = UINT64_MAX;
+  for (const GradientPiece& piece : pieces) least = std::min(least, piece.key);
+  return least;
+}
 
 // Adds elements [first, first + count) of the pieces, one after another, to float32 sums, as `mode`
 // says of the first. Neighbours of one dtype are added in one pass.

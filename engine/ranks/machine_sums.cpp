@@ -50,7 +50,7 @@ void MachineSums::await(const Part& part, GradientPiece piece) {
 
 // Ranks of which pieces of the smallest key may still come.
 std::vector<std::uint32_t> MachineSums::missing(const Collected& collected) const {
-  const GradientKey key = std::ranges::min_element(collected.waiting, {}, &GradientPiece::key)->key;
+  const GradientKey key = smallest_key(collected.waiting);
   std::vector<std::uint32_t> ranks;
   for (const std::uint32_t rank : collectors_.here()) {
     const bool there =
@@ -66,7 +66,7 @@ std::vector<std::uint32_t> MachineSums::missing(const Collected& collected) cons
 std::vector<GradientPiece> MachineSums::complete(const Collected& collected) const {
   std::vector<GradientPiece> pieces;
   if (collected.adding || !missing(collected).empty()) return pieces;
-  const GradientKey key = std::ranges::min_element(collected.waiting, {}, &GradientPiece::key)->key;
+  const GradientKey key = smallest_key(collected.waiting);
   for (const std::uint32_t rank : collectors_.here()) {
     const auto first = std::ranges::find(collected.waiting, rank, &GradientPiece::rank);
     if (first != collected.waiting.end() && first->key == key) pieces.push_back(*first);
@@ -136,17 +136,15 @@ GradientKey MachineSums::members_reached() const {
 }
 
 GradientKey MachineSums::reached(std::uint32_t part) const {
-  GradientKey least = members_reached();
   const auto found = collected_.find(part);
-  if (found == collected_.end()) return least;
-  for (const GradientPiece& piece : found->second.waiting) least = std::min(least, piece.key);
-  return least;
+  const bool none = found == collected_.end();
+  return std::min(members_reached(), none ? UINT64_MAX : smallest_key(found->second.waiting));
 }
 
 GradientKey MachineSums::reached() const {
   GradientKey least = members_reached();
   for (const auto& [number, collected] : collected_) {
-    for (const GradientPiece& piece : collected.waiting) least = std::min(least, piece.key);
+    least = std::min(least, smallest_key(collected.waiting));
   }
   return least;
 }

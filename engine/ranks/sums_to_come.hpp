@@ -46,7 +46,7 @@ class SumsToCome final {
 
  private:
   bool sends(std::uint32_t rank) const {
-    return peers_.is_far(rank) && collectors_.ranks(collectors_.member_of(rank)).size() > 1;
+    return peers_.is_far(rank) && collectors_.adds_up(collectors_.member_of(rank));
   }
 
   const Peers& peers_;

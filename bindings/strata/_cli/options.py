@@ -25,6 +25,7 @@ from .._config.choices import (
     FORCED,
     FORMS,
     IO_ENGINES,
+    OF_SEVERAL_MACHINES,
     RANK_GATHERS,
     RANK_SUMS,
     SPEED_OF,
@@ -156,13 +157,13 @@ def add_machine(parser: Parser) -> None:
     add(
         "--rank-gathers",
         f"what trains, to other machines: int8 is lossy ({DEFAULT})",
-        default="exact",
+        default=OF_SEVERAL_MACHINES["rank_gathers"],
     )
     add(
         "--rank-sums",
         "what gradients go to other machines: those of all ranks, or one sum of each machine "
         f"({DEFAULT})",
-        default="ranks",
+        default=OF_SEVERAL_MACHINES["rank_sums"],
     )
     add("--device", f"whose figures are taken where none are told: {DEVICES}", default="auto")
     own = "(default: this machine's)"
@@ -289,7 +290,7 @@ def _check_machines(options: argparse.Namespace) -> None:
             if machines > 1
             else "--link is of several machines: say how many with --machines"
         )
-    for option, usual in (("rank_gathers", "exact"), ("rank_sums", "ranks")):
+    for option, usual in OF_SEVERAL_MACHINES.items():
         if machines == 1 and getattr(options, option) != usual:
             name = "--" + option.replace("_", "-")
             raise ValueError(f"{name} is of several machines: say how many with --machines")
