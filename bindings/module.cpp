@@ -84,7 +84,7 @@ Stream stream_of(std::uintptr_t stream) {
 }
 
 py::dict step(Session& session, const py::list& groups, double max_norm, double grad_divisor,
-              bool skip_nonfinite, double max_unit_norm) {
+              bool skip_nonfinite, double max_unit_norm, std::optional<double> squares) {
   const std::vector<Hyper> hypers = parse_groups(groups);
   const bool whole = max_norm > 0.0 || skip_nonfinite || grad_divisor != 1.0;
   if (whole && session.config().update == UpdateMode::in_backward) {
@@ -94,7 +94,8 @@ py::dict step(Session& session, const py::list& groups, double max_norm, double 
     return session.step(hypers, {.max_norm = max_norm,
                                  .max_unit_norm = max_unit_norm,
                                  .grad_divisor = grad_divisor,
-                                 .skip_nonfinite = skip_nonfinite});
+                                 .skip_nonfinite = skip_nonfinite,
+                                 .squares = squares});
   });
   py::dict out;
   out["norm"] = result.norm;
@@ -224,7 +225,8 @@ void bind_updates(SessionClass& session) {
              s.complete(UnitId{unit}, hypers, max_unit_norm);
            })
       .def("step", &step, py::arg("groups"), py::arg("max_norm"), py::arg("grad_divisor"),
-           py::arg("skip_nonfinite"), py::arg("max_unit_norm") = 0.0)
+           py::arg("skip_nonfinite"), py::arg("max_unit_norm") = 0.0,
+           py::arg("squares") = py::none())
       .def("updated", &Session::updated, WithoutGil())
       .def("in_half_step", &Session::in_half_step, WithoutGil())
       .def("updates_first", &Session::updates_first, WithoutGil())

@@ -50,10 +50,6 @@ std::uint64_t Snapshots::begin(std::uint32_t keep) {
     error.what =
         "updates of this step begin as its gradients land, so parameters are of two steps: call "
         "step() first, and take the snapshot behind it";
-  } else if (!base_.config.machines.empty() && gradients_.any()) {
-    error.what =
-        "gradients have landed since the last step(), and those of several machines are not kept: "
-        "take the snapshot behind step(), ahead of the next backward";
   } else if (!gradients_.looked()) {
     error.what =
         "gradients of ranks where updates may lag are not kept: take the snapshot behind step()";

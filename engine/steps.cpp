@@ -32,7 +32,8 @@ std::uint64_t fingerprint(const std::vector<Hyper>& groups, const StepOptions& o
   for (const double value : {options.max_norm, options.max_unit_norm, options.grad_divisor}) {
     of.add(value);
   }
-  of.add(std::uint64_t{options.skip_nonfinite});
+  of.add(std::uint64_t{options.skip_nonfinite} << 1 | std::uint64_t{options.squares.has_value()});
+  of.add(options.squares.value_or(0.0));
   for (const Hyper& group : groups) {
     of.add(static_cast<std::uint64_t>(group.rule));
     for (const double value :
@@ -160,8 +161,8 @@ StepResult Steps::step(Lock& lock, const std::vector<Hyper>& groups, const StepO
   parts_.gradients.forget_used();
   StepResult result;
   const bool any = parts_.gradients.any();
-  const double norm = parts_.gradients.norm();
-  result.norm = norm / divisor(options);
+  const double norm = options.squares ? std::sqrt(*options.squares) : parts_.gradients.norm();
+  result.norm = norm / (options.squares ? options.grad_divisor : divisor(options));
   result.finite = std::isfinite(norm);
   // 3. Its gradients go to their updates, or are dropped.
   if (any && !result.finite && options.skip_nonfinite) {

@@ -27,6 +27,9 @@ struct StepOptions {
   double max_unit_norm = 0.0;  // > 0: likewise, those of each unit by themselves
   double grad_divisor = 1.0;
   bool skip_nonfinite = false;
+  // Of all gradients, as Gradients::sum_squares() has them of a parameter, where this session has a
+  // part of them alone: the norm is theirs.
+  std::optional<double> squares = {};
 };
 
 struct StepResult {

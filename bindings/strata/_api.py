@@ -22,6 +22,7 @@ from ._config.choices import AS_IS
 from ._config.frozen import Frozen
 from ._config.options import Options
 from ._config.ranks import ranks_on_paper
+from ._config.sharding import give_back, take_shards, trains_alone
 from ._config.sizes import Size
 from ._config.units import Chosen
 from ._config.update_modes import Update
@@ -128,8 +129,9 @@ def wrap(
             gives a form for its weights, or None. Modules stay what they are: values are computed
             on the way to the device.
         rank_group: the processes that train this model together: a group of torch.distributed, or
-            a DeviceMesh of one dimension, such as mesh["dp"]. Default: all that torch.distributed
-            knows. Other processes may train other models. A group of one trains by itself.
+            a DeviceMesh of one dimension, such as mesh["dp"], or of two, to replicate and to shard
+            over. Default: all that torch.distributed knows. Other processes may train other
+            models. A group of one trains by itself.
         rank_gradients: of several ranks: `"mean"`: the update gets their average, as that of
             DistributedDataParallel does; `"sum"`: their sum.
         rank_gathers: of ranks of several machines: how parameters that train get to a machine that
@@ -193,11 +195,13 @@ def plan(model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> 
         >>> plan.budgets["host"]
         8388608
     """
-    check(model, optimizer)
+    wanted = Options(**options)
+    check(model, optimizer, wanted)
     undo = Undo(model, optimizer)
     try:
-        wanted = Options(**options)
-        wanted = replace(wanted, ranks=ranks_on_paper(wanted.rank_group))
+        if not trains_alone(model, wanted):
+            wanted = replace(wanted, ranks=ranks_on_paper(wanted.rank_group))
+        take_shards(model, optimizer)
         config, _, result = fit(model, optimizer, wanted, _core.plan)
     finally:
         undo.run()
@@ -259,6 +263,9 @@ def _give_back(model: nn.Module, state: Wrapped) -> None:
     for module, name, dtype, place in state.moved_buffers:
         setattr(module, name, getattr(module, name).to(place, dtype))
     remove_tiles(model, state.optimizer)
+    if state.shards is not None:
+        dtensors = {state.params[i]: of for i, of in state.shards.dtensors.items()}
+        give_back(model, state.optimizer, dtensors, dict(zip(state.params, values, strict=True)))
     if isinstance(state.optimizer, StrataOptimizer):
         state.optimizer.release_inner()
     if state.planning is not None:

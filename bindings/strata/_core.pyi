@@ -252,10 +252,10 @@ class Session:
         grad_divisor: float,
         skip_nonfinite: bool,
         max_unit_norm: float = 0.0,
+        squares: float | None = None,
     ) -> StepResult:
-        """Starts the updates of every parameter whose gradient landed and that is not updated yet,
-        and returns at once; enter() waits per unit. max_norm <= 0: no clipping; max_unit_norm:
-        likewise, for each unit by itself. Ends the recorded step."""
+        """Starts the updates of all parameters whose gradients landed and returns; enter() waits.
+        max_norm <= 0: no clipping. `squares`: of all gradients, where others have some, too."""
     def forget_step(self) -> None:
         """Forgets what has landed since the last step(), also what was used or added to gradients
         of earlier steps. Parameters are of no one step then: call it ahead of writing them all."""

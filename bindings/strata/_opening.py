@@ -23,6 +23,7 @@ from ._config.device import say_slow_dtypes
 from ._config.managed import check_parameters
 from ._config.options import Options
 from ._config.ranks import find_ranks, naming_lost
+from ._config.sharding import check_sharded, take_shards, trains_alone
 from ._config.sizes import format_count, format_size
 from ._config.wire import Wire
 from ._hooks.hooks import Hooks
@@ -37,6 +38,7 @@ from ._runtime.escapes import Views
 from ._runtime.forks import watch
 from ._runtime.optimizer import StrataOptimizer
 from ._runtime.paged import make_paged
+from ._runtime.shards import Shards
 from ._runtime.streams import refuse_graphed
 from ._runtime.undo import Undo
 from ._runtime.wrapped import Slot, Wrapped
@@ -50,7 +52,7 @@ from .nn.replace import release_originals
 log = logging.getLogger("strata")
 
 
-def check(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def check(model: nn.Module, optimizer: torch.optim.Optimizer, options: Options) -> None:
     """Raises where strata cannot train this model at all, and touches nothing."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"expected a torch.nn.Module, not {type(model).__name__}")
@@ -64,22 +66,24 @@ def check(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     refuse_parallel(model)
     refuse_graphed(model)
     check_parameters(model)
+    check_sharded(model, options)
 
 
 def open_session(model: nn.Module, optimizer: torch.optim.Optimizer, options: Options) -> Wrapped:
     """Starts a session for the model and moves it there. Whatever ends it earlier, Ctrl-C too,
     leaves model and optimizer as they were."""
-    ranks = find_ranks(options.rank_group)
+    ranks = None if trains_alone(model, options) else find_ranks(options.rank_group)
     options = replace(options, ranks=ranks)
     undo: Undo | None = None
     try:
         with naming_lost(ranks):
             if ranks is None:
-                check(model, optimizer)
+                check(model, optimizer, options)
             else:
-                check_alike(ranks, options, lambda: check(model, optimizer), model)
+                check_alike(ranks, options, lambda: check(model, optimizer, options), model)
             undo = Undo(model, optimizer)
             dropped = _drop_gradients(model)
+            take_shards(model, optimizer)
             state = _start(model, optimizer, options, undo)
     except BaseException:
         if undo is not None:
@@ -88,6 +92,8 @@ def open_session(model: nn.Module, optimizer: torch.optim.Optimizer, options: Op
             ranks.close()
         raise
     del undo  # and with it the memory that parameters had before
+    if state.shards is not None:
+        state.shards.hollow()
     _give_heap_back()
     if state.planning is not None:
         state.planning.allocator.give_reserve_back()
@@ -151,6 +157,7 @@ def _start(
     undo.first(session.close)
     state = Wrapped(model, session, config)
     undo.first(state.landings.close)
+    state.shards = Shards.of(state)
     if wire is not None:
         state.wire = wire
         state.coded_gathers = config["ranks"]["coded_gathers"]
@@ -225,7 +232,7 @@ def _start_planning(
         max(needed, min(2 * needed, config["device_bytes"] // 2)),
         config["workers"],
         config["io_engine"],
-        alone=options.ranks is None,
+        alone=options.ranks is None and state.shards is None,
     )
     state.planning = Planning(state, goal)
     undo.first(state.planning.allocator.close)

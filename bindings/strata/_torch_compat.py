@@ -145,6 +145,12 @@ def held_by_torch(tensor: torch.Tensor) -> bool:
         return use_count(tensor.to(tensor.dtype)) > 1
 
 
+def awaited(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor that a collective of torch.distributed may not have filled yet, when it has."""
+    wait = getattr(tensor, "trigger_wait", None)
+    return tensor if wait is None else wait()
+
+
 def is_nf4(parameter: torch.Tensor) -> bool:
     """Whether it is torchao's NF4Tensor, which need not be installed."""
     kind = type(parameter)

@@ -232,7 +232,9 @@ class Session(Saves, Alone):
         grad_divisor: float,
         skip_nonfinite: bool,
         max_unit_norm: float = 0.0,
+        squares: float | None = None,
     ) -> dict[str, Any]:
+        assert squares is None  # of shards, which have a real core
         self._open()
         whole = max_norm > 0 or skip_nonfinite or grad_divisor != 1  # all gradients are needed
         assert not (whole and self.config["update"] == "in_backward")
@@ -253,11 +255,9 @@ class Session(Saves, Alone):
             self._settle(u)
         return {"norm": norm, "finite": finite, "skipped": skipped}
 
-    def _update(
-        self, unit: int, groups: list[dict[str, Any]], scale: float, max_unit_norm: float
-    ) -> None:
-        if max_unit_norm > 0:
-            scale *= clip(grad_norm(self.members[unit], scale), max_unit_norm)
+    def _update(self, unit: int, groups: list[dict[str, Any]], scale: float, most: float) -> None:
+        if most > 0:
+            scale *= clip(grad_norm(self.members[unit], scale), most)
         for p in self.members[unit]:
             if p.landed and not p.updated:
                 begin = perf_counter_ns()

@@ -83,6 +83,29 @@ def trains(run: Rank, path: str, data: int = 0, how: str = "world") -> dict[str,
     }
 
 
+def over_a_mesh(run: Rank) -> list[Any]:
+    """All processes, as a mesh to replicate and to shard over; then the middle two of its rows,
+    which are not all. Ranks 1 and 2 are in both."""
+    mesh = distributed.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    found = []
+    for group, members in ((mesh, [0, 1, 2, 3]), (_part(mesh), [1, 2])):
+        if run.rank not in members:
+            continue
+        within = Rank(members.index(run.rank), len(members), run.folder)
+        model, optimizer = _begin(within, 0, rank_group=group)
+        ranks = wrapped(model).ranks
+        _steps(within, 0, model, optimizer, 0, 2)
+        found.append([ranks.rank if ranks is not None else -1, hash_of(model)])
+        strata.unwrap(model)
+    return found
+
+
+def _part(mesh: distributed.DeviceMesh) -> distributed.DeviceMesh:
+    """Of two processes, in two dimensions."""
+    assert mesh.ndim == 2
+    return distributed.DeviceMesh("cpu", [[1, 2]], mesh_dim_names=("replicate", "shard"))
+
+
 def _process_group(group: Any) -> Any:
     return group.get_group() if isinstance(group, distributed.DeviceMesh) else group
 
@@ -110,10 +133,10 @@ def is_refused(run: Rank, what: str) -> list[str]:
     if what == "stranger":
         group = [distributed.new_group([rank]) for rank in (1, 0)][run.rank]
     if what == "mesh":
-        names = ("other", "dp")
-        group = distributed.init_device_mesh("cpu", (2, 1), mesh_dim_names=names)
+        names = ("other", "dp", "tp")
+        group = distributed.init_device_mesh("cpu", (2, 1, 1), mesh_dim_names=names)
     if what == "unnamed":
-        group = distributed.init_device_mesh("cpu", (2, 1))
+        group = distributed.init_device_mesh("cpu", (2, 1, 1))
     if what == "mesh of others":
         group = distributed.DeviceMesh("cpu", [0], mesh_dim_names=("dp",))
         if run.rank == 0:

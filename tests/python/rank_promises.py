@@ -259,11 +259,11 @@ def is_refused(run: Rank, what: str) -> list[str]:
         options["workers"] = -1
     if what == "tensor":
         from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.tensor import Shard, distribute_tensor
+        from torch.distributed.tensor import DTensor, Partial
 
         mesh = init_device_mesh("cpu", (run.ranks,), mesh_dim_names=("tp",))
         linear: Any = model[0][0]  # type: ignore[index]
-        linear.weight = nn.Parameter(distribute_tensor(linear.weight.detach(), mesh, [Shard(0)]))
+        linear.weight = nn.Parameter(DTensor.from_local(linear.weight.detach(), mesh, [Partial()]))
     if what == "files" and odd:
         most = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, most))

@@ -39,13 +39,13 @@ def put(make: Callable[[torch.Tensor], Any], name: str = "weight") -> Callable[[
 
 def distributed(layer: Any) -> None:
     from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor import DTensor, Replicate
+    from torch.distributed.tensor import DTensor, Partial
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
     weight = layer.inner.weight.data
     mesh = DeviceMesh("cpu", [0], _init_backend=False, _rank=0)
     meta = TensorMeta(weight.shape, weight.stride(), weight.dtype)
-    spec = DTensorSpec(mesh, (Replicate(),), tensor_meta=meta)
+    spec = DTensorSpec(mesh, (Partial(),), tensor_meta=meta)
     layer.inner._parameters["weight"] = nn.Parameter(DTensor(weight, spec, requires_grad=True))
 
 
@@ -56,7 +56,7 @@ REFUSED: dict[str, tuple[Callable[[Any], None], str]] = {
         r"inner.weight' is a test_managed.Scaled",
     ),
     "bitsandbytes": (put(Params4bit), r"Params4bit, quantised by bitsandbytes.*8bit"),
-    "DTensor": (distributed, r"DTensor with \(Replicate\(\),\), spread over devices"),
+    "DTensor": (distributed, r"inner.weight' is a DTensor with Partial\(sum\).*redistribute"),
     "lazy": (
         lambda layer: setattr(layer, "inner", nn.LazyLinear(48)),
         r"inner.weight' has no shape yet",

@@ -65,6 +65,17 @@ def test_a_process_may_be_in_groups_one_after_another(
     assert last == expected[2:]
 
 
+def test_a_mesh_of_two_dimensions_trains_one_model(ranks: Ranks, worlds: list[list[Found]]) -> None:
+    """Over all of its processes, be they all there are or not."""
+    saved = worlds[0][0]["saved"]
+    assert ranks.run("rank_groups.over_a_mesh", 4) == [
+        [[0, saved]],
+        [[1, saved], [0, saved]],
+        [[2, saved], [1, saved]],
+        [[3, saved]],
+    ]
+
+
 def test_a_group_of_one_is_alone(ranks: Ranks, worlds: list[list[Found]]) -> None:
     assert ranks.run("rank_groups.alone", 2) == [[], [True, worlds[0][0]["saved"]]]
 
@@ -86,9 +97,10 @@ def test_a_plan_is_of_the_group(ranks: Ranks) -> None:
         ("mesh of others", "ValueError: rank_group: this process is not in that group"),
         (
             "mesh",
-            r"ValueError: .*2 dimensions \('other', 'dp'\), .*mesh\['other'\] or mesh\['dp'\]",
+            r"ValueError: .*3 dimensions \('other', 'dp', 'tp'\), .*"
+            r"mesh\['tp'\], or mesh\[\('dp', 'tp'\)\]",
         ),
-        ("unnamed", r"ValueError: .*2 dimensions, .*mesh\['dim'\] of one that has mesh_dim"),
+        ("unnamed", r"ValueError: .*3 dimensions, .*pass a part of it"),
         ("destroyed", "ValueError: .*does not know that group any more"),
     ],
 )

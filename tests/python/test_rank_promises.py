@@ -143,7 +143,7 @@ def test_ctrl_c_ends_all_and_leaves_nothing(ranks: Ranks, tmp_path: Path, who: l
         ("gathers", "rank_gathers is exact on rank 0 and int8 on rank 1"),
         ("machine sums", "rank_sums is ranks on rank 0 and machines on rank 1"),
         ("workers", r"workers must be .*-1|refused on rank 1: ValueError: workers must be"),
-        ("tensor", r"'0.0.weight' is a .*DTensor with \(Shard\(dim=0\),\).*before it is sharded"),
+        ("tensor", r"'0.0.weight' is a DTensor with Partial\(sum\).*redistribute"),
     ],
 )
 def test_what_ranks_cannot_train_together_is_named_by_all(

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from .._torch_compat import is_nf4
+from .sharding import is_dtensor, why_not_sharded
 
 if TYPE_CHECKING:
     from .._core import DtypeName
@@ -30,8 +31,6 @@ DTYPE_NAMES: dict[torch.dtype, DtypeName] = {
 
 # Classes that say better than their name what they are, and what to do.
 KNOWN = {
-    "DTensor": "spread over devices by torch.distributed: wrap the model before it is sharded, one "
-    "whole model in each process",
     "Params4bit": "quantised by bitsandbytes: build the model on the meta device, without "
     "quantization_config, and pass weights=FOLDER, whose codes are read as they are, and "
     "frozen='nf4' (or 'nf4-double') to strata.wrap()",
@@ -90,6 +89,10 @@ def dtype_names() -> str:
 def _check_class(name: str, parameter: nn.Parameter) -> None:
     """What a subclass adds, such as scales or a place among ranks, pages do not have."""
     kind = type(parameter)
+    if is_dtensor(parameter):
+        if why := why_not_sharded(parameter):
+            raise ValueError(f"parameter {name!r} is a DTensor {why}")
+        return
     if kind is nn.Parameter or (is_nf4(parameter) and not parameter.requires_grad):
         return
     what = KNOWN.get(kind.__name__)
@@ -100,11 +103,8 @@ def _check_class(name: str, parameter: nn.Parameter) -> None:
             "quantised by torchao, and of its forms strata takes NF4Tensor: load the model in "
             "bfloat16, and pass frozen='nf4'"
         )
-    placements = (
-        f" with {getattr(parameter, 'placements', None)}" if kind.__name__ == "DTensor" else ""
-    )
     raise ValueError(
-        f"parameter {name!r} is a {kind.__module__}.{kind.__name__}{placements}, "
+        f"parameter {name!r} is a {kind.__module__}.{kind.__name__}, "
         + (what or "a class of its own, which pages would not keep: make it a plain nn.Parameter")
         + "; strata stores moments in 8 bits by itself (state_dtype='8bit')" * (what is not None)
     )

@@ -163,13 +163,13 @@ def ranks_on_paper(rank_group: Any = None) -> Ranks | None:
     """The ranks of a group, if there is more than one, without a word to the others. Raises as
     group_of()."""
     group = group_of(rank_group)
-    if group is None or group.size() == 1:
+    if group is None or len(group.members) == 1:
         return None
     machines = int(os.environ.get("GROUP_WORLD_SIZE", 1))  # agents of torchrun
     places = paper_ranks(distributed.get_world_size(), machines).machines
-    names = tuple(places[of] for of in distributed.get_process_group_ranks(group) if places)
+    names = tuple(places[of] for of in group.members if places)
     several = len(set(names)) > 1
-    return Ranks(group.rank(), group.size(), "", machines=names if several else ())
+    return Ranks(group.rank, len(group.members), "", machines=names if several else ())
 
 
 def paper_ranks(count: int, machines: int = 1) -> Ranks:
@@ -231,8 +231,10 @@ def ranks_there() -> Ranks | None:
 
 def _joined(rank_group: Any) -> Ranks | None:
     """As ranks_on_paper(), with a group that sends."""
-    found = ranks_on_paper(rank_group)
-    return replace(found, group=cpu_group(group_of(rank_group))) if found is not None else None
+    found, group = ranks_on_paper(rank_group), group_of(rank_group)
+    if found is None or group is None:
+        return None
+    return replace(found, group=cpu_group(group))
 
 
 def _find_ranks(rank_group: Any) -> Ranks | None:

@@ -98,6 +98,8 @@ class Frames:
         for unit in (unit for frame in gone for unit in frame.hook.units):
             if any(unit in units for units in rest):
                 continue
+            if self._state.shards is not None:
+                self._state.shards.hide(unit.params)
             for i in unit.params:
                 parameter = self._state.params[i]
                 if type(parameter) is not PagedParameter:

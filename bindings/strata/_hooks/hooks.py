@@ -251,6 +251,8 @@ class ModuleHook:
                     state.check_old(index)
             hooks.frames.make_plain(frame)
             self._check()
+            if state.shards is not None:
+                state.shards.show(self.indices)
             frame.kept = references(self.params)
             hooks.saved.push()
         except BaseException:
@@ -276,10 +278,13 @@ class ModuleHook:
         return None if replaced is output else replaced
 
     def _check(self) -> None:
-        frozen = self.hooks.state.frozen
+        frozen, shards = self.hooks.state.frozen, self.hooks.state.shards
         for parameters, name, parameter, index, address in self.owned:
+            found = parameters.get(name)
+            if shards is not None and shards.shows(index, found):  # within another forward
+                found = parameter
             if (
-                parameters.get(name) is not parameter
+                found is not parameter
                 or parameter.data_ptr() != address
                 or (index in frozen and parameter.requires_grad)
             ):

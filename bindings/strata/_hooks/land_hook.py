@@ -15,6 +15,7 @@ from .._config.managed import DTYPE_NAMES
 from .._runtime.gradients import drop_real, real_grad
 from .._runtime.ownership import owns_memory
 from .._runtime.streams import owned_by_graph
+from .._torch_compat import awaited
 
 if TYPE_CHECKING:
     from .hooks import Hooks
@@ -67,6 +68,8 @@ class LandHook(Uncopied):
         if hooks is None or grad is None:
             return
         state = hooks.state
+        if state.shards is not None:
+            grad = awaited(grad)
         if grad.layout is not torch.strided:
             raise RuntimeError(
                 f"the gradient of {state.names[index]!r} is sparse, which strata does not support: "

@@ -113,7 +113,7 @@ def let_accelerate_ask(model: nn.Module) -> bool:
 def several_processes() -> bool:
     """Whether torch.distributed knows of others, though a group of one may train by itself."""
     world = group_of(None)
-    return world is not None and world.size() > 1
+    return world is not None and len(world.members) > 1
 
 
 def _said_by_accelerate(state: str, name: str) -> Any:

@@ -39,6 +39,7 @@ import torch
 from .._activations.swapped import SwappedView, changed
 from .._activations.swapping import Swapping
 from .._config.choices import SWAPS
+from .._config.sharding import Sharding, is_dtensor, shard_of
 from .._profiling.recorder import NOT_RECORDED
 from .._runtime.unit import Unit
 from .._runtime.wrapped import Wrapped
@@ -46,7 +47,7 @@ from .._torch_compat import conj_view, graph_task, neg_view, pop_hooks, push_hoo
 from .frames import Frames
 from .pins import Pins
 
-# What pack() returns is a SwappedView, a Recorded, or a tuple, told apart by its length.
+# What pack() returns is a SwappedView, a Spread, a Recorded, or a tuple, told apart by its length.
 KEPT_AS_IS = 2  # tensor, its version counter or UNKNOWN
 KEPT_BY_OTHERS = 3  # unpack of the hooks below ours, what their pack returned, None
 # Alias or Geometry, version of the parameter, unit, index of the parameter, whether the forward saw
@@ -79,6 +80,14 @@ class Geometry:
             if self.conj:
                 view = conj_view(view)
             return neg_view(view) if self.neg else view
+
+
+@dataclass(slots=True, eq=False)
+class Spread:
+    """What pack() returns for a DTensor: what it is, and its shard, packed."""
+
+    sharding: Sharding
+    packed: Any
 
 
 @dataclass(slots=True, eq=False)
@@ -148,6 +157,8 @@ class SavedTensors:
     def pack(self, tensor: torch.Tensor) -> Any:
         """Called for each tensor that autograd saves. Parameters are kept by unit, not by value."""
         state = self.state
+        if state.shards is not None and is_dtensor(tensor):
+            return Spread(Sharding.of(tensor), self.pack(shard_of(tensor)))  # type: ignore[arg-type]
         try:
             address = tensor.data_ptr()
         except RuntimeError:  # sparse and symbolic tensors have none, and are not ours
@@ -212,7 +223,10 @@ class SavedTensors:
             return kept.over(self.state.aliases[index])
         return cast(torch.Tensor, kept)
 
-    def _unpack_activation(self, packed: Recorded | SwappedView) -> torch.Tensor:
+    def _unpack_activation(self, packed: Recorded | Spread | SwappedView) -> torch.Tensor:
+        if type(packed) is Spread:
+            with torch.no_grad():
+                return packed.sharding.whole(self.unpack(packed.packed))
         if type(packed) is Recorded:
             self.state.recorder.used(packed.number)
             return self.unpack(packed.packed)
@@ -246,6 +260,10 @@ class _Above:
     def pack(self, tensor: torch.Tensor) -> Any:
         """As SavedTensors.pack, which see."""
         ours = self.ours
+        if ours.state.shards is not None and is_dtensor(tensor):
+            shard = shard_of(tensor)
+            if ours.state.find(shard.data_ptr()) >= 0:
+                return Spread(Sharding.of(tensor), ours.pack(shard))  # type: ignore[arg-type]
         try:
             address = tensor.data_ptr()
         except RuntimeError:

@@ -17,6 +17,7 @@ from .._config.choices import HOST
 from .._config.configure import configure
 from .._config.options import Options
 from .._config.ranks import plans_of_one_page_size
+from .._config.sharding import dtensor_of
 from .._config.sizes import format_size, parse_budgets
 from .._config.units import find_units
 from .._errors import StrataError, with_more
@@ -133,7 +134,7 @@ def tiles_wanted(model: nn.Module, options: Options, device_bytes: int) -> dict[
         if weight is None or id(weight) not in large or isinstance(module, Tiled):
             continue
         count = -(-_bytes(weight, options) * TILE_SHARE // max(1, device_bytes))
-        if name and count > 1 and not why_not(module):
+        if name and count > 1 and dtensor_of(weight) is None and not why_not(module):
             counts[name] = min(count, weight.shape[0])
     return counts
 

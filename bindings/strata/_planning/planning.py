@@ -35,6 +35,10 @@ Note [Ranks]. Each rank plans for itself, from its own steps and clocks, so plan
 and no rank waits for another's. That may change no bits: what depends on a plan are only modes of
 activations and the order of uploads. Batches are cut by `split=` alone, which is the same on all
 ranks; a step that fits on slices only is refused. Units stay off the device: all ranks upload them.
+
+Note [Shards]. The forward of a module whose parameters are shards talks to other processes, which
+must run the same ones as often. Plans differ, so none chooses to compute a unit again: activations
+are kept, or swapped. `activations="recompute"` does so in all processes.
 """
 
 from __future__ import annotations
@@ -89,6 +93,9 @@ class Planning:
         self.allocator = Allocator(state.device, goal.device_bytes)
         self.allocator.give_pages(goal.param_bytes)
         self.claims = Claims(state, self.allocator, goal.param_bytes)
+        if state.shards is not None and goal.activations != "recompute":
+            for unit in state.units:  # see Note [Shards]
+                unit.may_recompute = False
         self.recording = Recording(state, goal, lambda: self.allocator.page_bytes)
         if not goal.alone:
             log.info(

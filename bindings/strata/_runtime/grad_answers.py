@@ -41,8 +41,10 @@ _TINY = 1e-30  # norms below may be of numbers that rounding made zero
 def _norm_2(tensor: Any, dim: Any, keepdim: Any, out: Any, dtype: torch.dtype | None) -> Any:
     """The 2-norm of all elements."""
     shown = shown_by(tensor)
-    if shown is None or dim is not None or keepdim or out is not None:
+    if shown is None:
         return NotImplemented
+    if dim is not None or keepdim or out is not None:
+        return _refuse_part(shown)
     own = shown.dtype
     squares = shown.gradients.squares(shown.index)
     if squares is None:
@@ -60,6 +62,23 @@ def _norm_2(tensor: Any, dim: Any, keepdim: Any, out: Any, dtype: torch.dtype | 
     return torch.tensor(norm, dtype=torch.float64, device=device).to(dtype or own)
 
 
+def _other_norm(tensor: Any) -> Any:
+    """From the values, where this process has all of them."""
+    shown = shown_by(tensor)
+    return NotImplemented if shown is None else _refuse_part(shown)
+
+
+def _refuse_part(shown: Shown) -> Any:
+    """Raises RuntimeError where a norm would be that of a shard, and each process would have
+    another one."""
+    if shown.gradients.is_shard(shown.index):
+        raise RuntimeError(
+            f"this norm of the gradient of {shown.gradients.name(shown.index)}, a DTensor, would "
+            "be that of this process's shard: only the 2-norm of all elements is that of the whole"
+        )
+    return NotImplemented
+
+
 def _vector_norm(
     x: Any,
     ord: Any = 2,
@@ -69,7 +88,7 @@ def _vector_norm(
     out: Any = None,
     dtype: Any = None,
 ) -> Any:
-    return _norm_2(x, dim, keepdim, out, dtype) if ord == 2 else NotImplemented
+    return _norm_2(x, dim, keepdim, out, dtype) if ord == 2 else _other_norm(x)
 
 
 def _matrix_or_vector_norm(
@@ -82,7 +101,7 @@ def _matrix_or_vector_norm(
     dtype: Any = None,
 ) -> Any:
     flat = ord is None or (ord == 2 and A.dim() == 1) or (ord == "fro" and A.dim() == 2)
-    return _norm_2(A, dim, keepdim, out, dtype) if flat else NotImplemented
+    return _norm_2(A, dim, keepdim, out, dtype) if flat else _other_norm(A)
 
 
 def _torch_norm(
@@ -93,7 +112,8 @@ def _torch_norm(
     out: Any = None,
     dtype: Any = None,
 ) -> Any:
-    return _norm_2(input, dim, keepdim, out, dtype) if p in (2, "fro", None) else NotImplemented
+    found = p in (2, "fro", None)
+    return _norm_2(input, dim, keepdim, out, dtype) if found else _other_norm(input)
 
 
 def _tensor_norm(

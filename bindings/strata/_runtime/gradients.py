@@ -54,6 +54,8 @@ class Gradients:
         self._held = HeldGradients(self._replace)
         self._zero: set[int] = set()
         self.used: set[int] = set()  # by step(), and neither dropped nor replaced since
+        # Of shards: squares of the whole, and whether scaled since. None: they change, or may have.
+        self._totals: dict[int, tuple[float, bool]] = {}
 
     # What p.grad does -----------------------------------------------------------------------------
 
@@ -95,6 +97,7 @@ class Gradients:
         self._leave_values(index)
         drop_real(state.params[index])
         self.used.discard(index)
+        self._totals.pop(index, None)
         self._held.give(index, value.to(self._dtypes[index]))
 
     def _check(self, index: int, value: torch.Tensor) -> None:
@@ -120,6 +123,7 @@ class Gradients:
                 f"update={state.config['update']!r}: call optimizer.zero_grad()"
             )
         self._leave_values(index)
+        self._totals.pop(index, None)
         with self._change():
             drop_real(state.params[index])
             self._held.drop(index)
@@ -143,6 +147,7 @@ class Gradients:
     def zero(self, index: int) -> None:
         """p.grad.zero_(), also of one that step() has used."""
         self.refuse_mode(index, "it cannot be zeroed")
+        self._totals.pop(index, None)
         if index in self._held:
             self._held.tensor(index).detach().zero_()
             return
@@ -154,6 +159,7 @@ class Gradients:
 
     def drop_all(self, zeros: bool = False) -> None:
         """Forgets all of them; `zeros`: those that there are become zero instead."""
+        self._totals.clear()
         there = {i for i in range(len(self._state.params)) if self._there(i)}
         if zeros and self.on_step:
             for index in there & self._held.indices():
@@ -247,9 +253,45 @@ class Gradients:
 
     def squares(self, index: int) -> tuple[float, bool] | None:
         """The sum of its squares, and whether it was scaled and not rounded since that was taken.
-        None: only its values tell."""
+        None: only its values tell. Of a shard, the squares of the whole."""
         self.sort_out()
         self.refuse_mode(index, "its norm cannot be asked for")
+        if not self.is_shard(index):
+            return self._own_squares(index)
+        if index not in self._totals:
+            self._learn_totals()
+        return self._totals[index]
+
+    def is_shard(self, index: int) -> bool:
+        """Whether other processes have other parts of it."""
+        return self._state.shards is not None and index in self._state.shards
+
+    def all_squares(self) -> float | None:
+        """Of all gradients together, as step() has them; None: the core knows. All processes that
+        have shards of the model ask. REQUIRES: hand_over()."""
+        state = self._state
+        if state.shards is None:
+            return None
+        state.landings.wait()
+        state.steps.look_at_gradients()
+        squares = state.session.gradient_squares
+        own = [squares(i)[0] if n else 0.0 for i, n in enumerate(state.steps.landed)]
+        return sum(state.shards.add_up(own))
+
+    def _learn_totals(self) -> None:
+        """Of all shards at once."""
+        shards = self._state.shards
+        assert shards is not None
+        found = [(0.0, False)] * len(self._state.params)
+        for index in filter(self._there, shards.shardings):
+            own = self._own_squares(index)
+            if own is None:
+                own = self._held.tensor(index).detach().double().square().sum().item(), False
+            found[index] = own
+        totals = shards.add_up([squares for squares, _ in found])
+        self._totals = {i: (totals[i], found[i][1]) for i in shards.shardings}
+
+    def _own_squares(self, index: int) -> tuple[float, bool] | None:
         if index in self._held:
             return None
         if index in self._zero and not self._state.steps.landed[index]:
@@ -262,6 +304,7 @@ class Gradients:
         """Notes that it is multiplied with, or divided by, a factor, for which REQUIRES of
         Gradients::scale in engine/gradients.hpp hold. False, and nothing done: it has to be done on
         its values."""
+        self._totals.pop(index, None)
         if index in self._held:
             return False
         if not self._state.steps.landed[index]:
@@ -285,6 +328,8 @@ class Gradients:
 
     def close(self, index: int, values: torch.Tensor, changed: bool) -> None:
         """Something was done with what open() returned. REQUIRES: it is still the gradient."""
+        if changed or index in self._held:
+            self._totals.pop(index, None)
         if index in self._held:
             return
         if is_shared(values):
@@ -326,6 +371,7 @@ class Gradients:
     def land(self, index: int, grad: torch.Tensor) -> bool:
         """A backward adds to the gradient. True: to one that is held, so nothing is left to do.
         Raises RuntimeError where what it would be added to is gone."""
+        self._totals.pop(index, None)
         if index in self._held:
             with torch.no_grad():
                 self._held.tensor(index).add_(grad)
@@ -356,6 +402,7 @@ class Gradients:
 
     def take_over(self, zeros: set[int]) -> None:
         """Of a snapshot: the core has all that has landed; these are zero."""
+        self._totals.clear()
         self._state.steps.learn_landed()
         self._zero = zeros
 
@@ -367,6 +414,7 @@ class Gradients:
 
     def forget(self) -> None:
         """There are no gradients, nor what they were."""
+        self._totals.clear()
         for ref in self._shown.values():
             if (shown := ref()) is not None:
                 shown.leave(None)

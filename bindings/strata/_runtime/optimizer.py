@@ -132,12 +132,14 @@ class StrataOptimizer(torch.optim.Optimizer):
         state.gradients.hand_over()
         groups = self.group_specs()
         _check_unchanged(state.steps.groups_used, groups)
+        skips = self._skip_nonfinite or loss_scale is not None
         result = state.session.step(
             groups,
             self._max_grad_norm,
             loss_scale or 1.0,
-            self._skip_nonfinite or loss_scale is not None,
+            skips,
             self.max_unit_norm,
+            state.gradients.all_squares() if skips or self._max_grad_norm else None,
         )
         state.steps.note(result)
         if state.planning is None:
@@ -152,6 +154,12 @@ class StrataOptimizer(torch.optim.Optimizer):
     def check_loss_scale(self) -> None:
         """Raises RuntimeError where steps of dynamic loss scaling cannot be skipped."""
         check_loss_scale(self._wrapped.config)
+        if self._wrapped.shards is not None and not self._wrapped.gradients.on_step:
+            raise RuntimeError(
+                "GradScaler needs the gradients of all shards of a DTensor at step(), and "
+                f"update={self._wrapped.config['update']!r} does not wait for them: wrap with "
+                "update='on_step'"
+            )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets the gradients that have landed since the last step(), or makes them zero.

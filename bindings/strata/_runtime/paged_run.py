@@ -42,6 +42,12 @@ def run(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
                 slot.state.session.expect_write(slot.index)
             slot.state.hooks.saved.hold_outside(slot.unit)
             computes = recorded[id(slot.state)]
+            if computes and slot.state.shards is not None and slot.index in slot.state.shards:
+                raise RuntimeError(
+                    f"parameter {slot.state.names[slot.index]!r} is a shard of a DTensor outside "
+                    "its module, and the forward of another one computes with it: use it in the "
+                    "forward of the module that has it"
+                )
             slot.state.enter(slot.unit, visit, backward, recorded=computes, exact=not computes)
             entered.append(slot)
             slot.state.hooks.saved.push_outside()

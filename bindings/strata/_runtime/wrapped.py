@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from .._core import Config, Kind, Session
     from .._planning.planning import Planning
     from .escapes import Views
+    from .shards import Shards
 
 
 CHUNK_NUMEL = 1 << 22  # values that travel through one temporary float32 tensor, which malloc keeps
@@ -104,6 +105,7 @@ class Wrapped:
         self.last_saved: Path | None = None  # the last checkpoint of the run, or that it loaded
         self.ranks: Ranks | None = None  # none: this process is alone
         self.wire: Wire | None = None  # none: there are no other machines
+        self.shards: Shards | None = None  # none: no parameter is a DTensor elsewhere
         # Pages of other machines come as codes to the computation: see rank_gathers of wrap().
         self.coded_gathers = False
         self.steps_before = 0  # of the run, when it was loaded from a snapshot

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 
+from .._config.sharding import Sharding, sharding_of
 from .._errors import listed
 from .._runtime.ready_codes import ReadyCodes
 from .conversion import Conversion, mapping_of
@@ -36,6 +37,18 @@ class Wanted:
     names: list[str]  # in the model inside, whose the files are; of a tied one more than one
     shape: Shape
     tensor: StoredTensor | None  # None: a buffer
+    sharding: Sharding | None = None  # of a shard: files have the whole
+
+    def own(self, value: torch.Tensor | ReadyCodes) -> torch.Tensor | ReadyCodes:
+        """What the model has of a value of the files. Raises ValueError for codes of a shard."""
+        if self.sharding is None:
+            return value
+        if not isinstance(value, torch.Tensor):
+            raise ValueError(
+                f"the weights of {self.name!r} are quantised, and it is a DTensor: read weights "
+                "that are not"
+            )
+        return self.sharding.cut(value)
 
 
 class _Wrong(NamedTuple):
@@ -79,14 +92,14 @@ class Match:
             if name not in takers:
                 continue  # it came with another
             if (ready := self._ready(name)) is not None:
-                yield from ((wanted, ready) for wanted in takers.pop(name))
+                yield from ((wanted, wanted.own(ready)) for wanted in takers.pop(name))
                 continue
             values = self._made[name].run(self._source.read)
             while values:
                 made, value = values.popitem()
                 for wanted in takers.pop(made, ()):
                     self._check_tied(wanted, value)
-                    yield wanted, value
+                    yield wanted, wanted.own(value)
 
     def _ready(self, name: str) -> ReadyCodes | None:
         """The codes that become this tensor; None: it is made of values."""
@@ -196,10 +209,13 @@ class Match:
 
 def _wanted(model: nn.Module) -> list[Wanted]:
     found = []
+    parameters = list(model.parameters())
     for tensor in stored_tensors(model):
         names = [base for name in tensor.names if (base := base_name(model, name)) is not None]
         if names:
-            found.append(Wanted(tensor.name, names, tensor.shape, tensor))
+            sharding = sharding_of(parameters[tensor.parts[0]])
+            shape = tensor.shape if sharding is None else tuple(sharding.shape)
+            found.append(Wanted(tensor.name, names, shape, tensor, sharding))
     for name, value in persistent_buffers(model).items():
         base = base_name(model, name)
         if base is not None:

@@ -301,6 +301,8 @@ def why_not(module: nn.Module) -> str:
     for name, parameter in module.named_parameters():
         if is_nf4(parameter):
             return f"its {name} is an NF4Tensor, which is not cut into rows"
+        if type(parameter).__name__ == "DTensor":
+            return f"its {name} is a DTensor, which is cut already"
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
             return f"its {name} has hooks, which tiles would not call"
     return ""

@@ -1,0 +1,103 @@
+"""The shards of one wrapped model: parameters that are DTensors elsewhere (see sharding.py). While
+a module runs it finds the DTensor, and at any other time the shard.
+
+    shards = Shards.of(state)         # None: no parameter of the model is one
+    shards.show(indices)              # their module's forward begins
+    shards.hide(indices)              # ... is over
+    shards.add_up(squares)            # over the meshes: of all parameters
+
+Note [Norms]. A shard's gradient is a part of one, so sums of squares are added over the dimensions
+of the mesh that cut the parameter, in the order of its processes: all of them get the same bits.
+What all have whole (Replicate, and plain parameters) counts once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from .._config.rank_group import Collectives, cpu_group, group_of
+from .._config.sharding import Sharding, dtensor_of, hollow
+
+if TYPE_CHECKING:
+    from torch.distributed import DeviceMesh
+    from torch.distributed.tensor import DTensor
+
+    from .wrapped import Wrapped
+
+
+class Shards:
+    """Those of one wrapped model."""
+
+    def __init__(self, state: Wrapped, dtensors: dict[int, nn.Parameter]) -> None:
+        """`dtensors`: the caller's, by parameter."""
+        self._state = state
+        self.dtensors = dtensors
+        self.shardings = shardings = {i: Sharding.of(p) for i, p in dtensors.items()}  # type: ignore[arg-type]
+        self._shown: dict[int, DTensor] = {}
+        self._places: dict[int, list[tuple[dict[str, Any], str]]] = {i: [] for i in shardings}
+        index_of = {id(state.params[i]): i for i in shardings}
+        for module in state.model.modules():
+            for name, parameter in module._parameters.items():
+                if (index := index_of.get(id(parameter))) is not None:
+                    self._places[index].append((module._parameters, name))
+        # By mesh and dimension, in an order that all processes have: who adds up along it.
+        self._groups: list[tuple[DeviceMesh, int, Collectives]] = []
+        for mesh in dict.fromkeys(sharding.mesh for sharding in shardings.values()):
+            for dim in range(mesh.ndim):
+                group = group_of(mesh.get_group(dim))
+                assert group is not None
+                self._groups.append((mesh, dim, Collectives(cpu_group(group))))
+
+    @staticmethod
+    def of(state: Wrapped) -> Shards | None:
+        """Those of a model; None: it has none. All processes of the meshes ask at the same time."""
+        found = {i: d for i, p in enumerate(state.params) if (d := dtensor_of(p)) is not None}
+        return Shards(state, found) if found else None
+
+    def __contains__(self, index: int) -> bool:
+        return index in self.shardings
+
+    def shows(self, index: int, found: Any) -> bool:
+        """Whether `found` stands for the parameter where its module looks."""
+        return found is not None and self._shown.get(index) is found
+
+    def show(self, indices: Iterable[int]) -> None:
+        """From here on modules find DTensors. REQUIRES: these parameters are plain ones."""
+        for index in indices:
+            if index not in self.shardings or index in self._shown:
+                continue
+            with torch.enable_grad():  # as a parameter is, whatever is recorded
+                whole = self.shardings[index].whole(self._state.params[index])
+            whole._is_param = True
+            self._shown[index] = whole
+            for parameters, name in self._places[index]:
+                parameters[name] = whole
+
+    def hide(self, indices: Iterable[int]) -> None:
+        """They find the shards. The second time it does nothing."""
+        for index in indices:
+            if self._shown.pop(index, None) is not None:
+                for parameters, name in self._places[index]:
+                    parameters[name] = self._state.params[index]
+
+    def hollow(self) -> None:
+        """The caller's DTensors give up their memory: the values are in pages."""
+        for dtensor in self.dtensors.values():
+            hollow(dtensor)
+
+    def add_up(self, squares: Sequence[float]) -> list[float]:
+        """What all processes of the meshes have together, of what this one has of each parameter.
+        All of them call it, with as many. See Note [Norms]."""
+        found = list(squares)
+        for mesh, dim, calls in self._groups:
+            cut = [i for i, s in self.shardings.items() if s.mesh == mesh and s.cuts(dim)]
+            if not cut:
+                continue
+            parts = calls.gather(torch.tensor([found[i] for i in cut], dtype=torch.float64))
+            for index, values in zip(cut, torch.stack(parts, dim=1).tolist(), strict=True):
+                found[index] = sum(values)
+        return found

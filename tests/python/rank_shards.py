@@ -1,0 +1,305 @@
+"""What processes do in tests/python/test_rank_shards.py: they train a model whose parameters are
+DTensors of a tensor-parallel mesh, with strata and with plain PyTorch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import strata
+import torch
+from rank_loops import Rank, options_of
+from torch import distributed, nn
+from torch.distributed import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+WIDTH = 48
+TOKENS = 41
+ROOM = {"device": "2MiB", "host": "24MiB"}
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 3 * WIDTH + 4)  # 37 for each of four
+        self.down = nn.Linear(3 * WIDTH + 4, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(TOKENS, WIDTH)  # one process has more rows
+        self.blocks = nn.ModuleList([Block() for _ in range(3)])
+        self.head = nn.Linear(WIDTH, TOKENS)  # whole in all processes, and no DTensor
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def mesh_of(run: Rank, shape: tuple[int, ...]) -> DeviceMesh:
+    """Its last dimension is "tp"; ahead of it is "dp", where there is another."""
+    return distributed.init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp")[-len(shape) :])
+
+
+def spread(model: nn.Module, mesh: DeviceMesh, sequence: bool = False) -> nn.Module:
+    """As people spread a Transformer."""
+    parallelize_module(model, mesh, {"embed": RowwiseParallel(input_layouts=Replicate())})
+    for block in model.blocks:  # type: ignore[union-attr]
+        plan: dict[str, Any] = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        if sequence:
+            plan = {
+                "norm": SequenceParallel(),
+                "up": ColwiseParallel(input_layouts=Shard(1)),
+                "down": RowwiseParallel(output_layouts=Shard(1)),
+            }
+        parallelize_module(block, mesh, plan)
+    if sequence:
+        first = PrepareModuleInput(
+            input_layouts=(Replicate(),), desired_input_layouts=(Shard(1),), use_local_output=True
+        )
+        last = PrepareModuleInput(
+            input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),), use_local_output=True
+        )
+        parallelize_module(model, mesh, {"blocks.0": first, "head": last})
+    return model
+
+
+def make_model() -> Model:
+    torch.manual_seed(0)
+    return Model()
+
+
+def batch_of(step: int, part: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 * step + part)
+    return torch.randint(0, TOKENS, (4, 8), generator=generator)
+
+
+def train(
+    model: nn.Module,
+    optimizer: Any,
+    parts: list[int],
+    steps: int = 4,
+    clip: float = 0.0,
+    first: int = 0,
+) -> list[float]:
+    """Returns the norms of the gradients. The batches of a step are `parts` of it."""
+    norms = []
+    for step in range(first, first + steps):
+        for part in parts:
+            tokens = batch_of(step, part)
+            logits = model(tokens)
+            loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten().flip(0))
+            (loss / len(parts)).backward()
+        if clip:
+            norms.append(_clip(list(model.parameters()), clip))
+        optimizer.step()
+        optimizer.zero_grad()
+    return norms
+
+
+def _clip(parameters: list[nn.Parameter], most: float) -> float:
+    """As clip_grad_norm_(), which does not take DTensors beside plain ones."""
+    grads = [p.grad for p in parameters if p.grad is not None]
+    if not any(isinstance(grad, DTensor) for grad in grads):
+        return float(torch.nn.utils.clip_grad_norm_(parameters, most))
+    norms = [torch.linalg.vector_norm(grad) for grad in grads]
+    whole = [float(n.full_tensor() if isinstance(n, DTensor) else n) for n in norms]
+    norm = sum(n * n for n in whole) ** 0.5
+    for grad in grads:
+        grad.mul_(min(1.0, most / (norm + 1e-6)))
+    return norm
+
+
+def shards_of(model: nn.Module) -> list[torch.Tensor]:
+    """What this process has of each parameter."""
+    return [
+        (p.to_local() if isinstance(p, DTensor) else p).detach().clone().float()
+        for p in model.parameters()
+    ]
+
+
+def distance(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> float:
+    """The largest difference, by the largest value of the parameter."""
+    pairs = zip(found, wanted, strict=True)
+    return max(float((a - b).abs().max() / b.abs().max().clamp_min(1e-6)) for a, b in pairs)
+
+
+def plain(
+    mesh: DeviceMesh, parts: list[int], sequence: bool, clip: float, steps: int = 4
+) -> tuple[list[torch.Tensor], list[float]]:
+    model = spread(make_model(), mesh, sequence)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
+    norms = train(model, optimizer, parts, steps, clip)
+    return shards_of(model), norms
+
+
+def trains(
+    run: Rank, *, sequence: bool = False, clip: float = 0.0, inside: bool = False, **options: Any
+) -> dict[str, Any]:
+    """All processes are of one mesh. `inside`: step() clips."""
+    mesh = mesh_of(run, (run.ranks,))
+    wanted, norms = plain(mesh, [0], sequence, clip)
+    model = spread(make_model(), mesh, sequence)
+    references = list(model.parameters())
+    inner = torch.optim.AdamW(references, lr=1e-2, foreach=False)
+    asked = options_of(run, {"memory": ROOM, **options})
+    model, optimizer = strata.wrap(
+        model, inner, **asked, **({"max_grad_norm": clip} if inside else {})
+    )
+    kinds = {type(p).__name__ for p in model.parameters()}
+    found = train(model, optimizer, [0], clip=0.0 if inside else clip)
+    trained = shards_of(model)
+    model = strata.unwrap(model)
+    same_objects = all(a is b for a, b in zip(model.parameters(), references, strict=True))
+    back = shards_of(model)
+    spread_again = sum(isinstance(p, DTensor) for p in model.parameters())
+    train(model, inner, [0], steps=1)  # goes on by itself
+    return {
+        "distance": distance(trained, wanted),
+        "norms": [abs(a - b) / b for a, b in zip(found, norms, strict=False)],
+        "kinds": sorted(kinds),
+        "back": distance(back, trained),
+        "dtensors": spread_again,
+        "same_objects": same_objects,
+    }
+
+
+def trains_in_groups(run: Rank, clip: float | None = None, **options: Any) -> float:
+    """Two copies of a mesh of two: each has batches of its own."""
+    mesh = mesh_of(run, (2, run.ranks // 2))
+    wanted, _ = plain(mesh["tp"], [0, 1], False, clip or 0.0)
+    model = spread(make_model(), mesh["tp"])
+    model, optimizer = strata.wrap(
+        model,
+        torch.optim.AdamW(model.parameters(), lr=1e-2),
+        memory=ROOM,
+        rank_group=mesh["dp"],
+        max_grad_norm=clip,
+        **options_of(run, options),
+    )
+    train(model, optimizer, [mesh.get_local_rank("dp")])
+    return distance(shards_of(model), wanted)
+
+
+def saves_and_loads(run: Rank) -> bool:
+    """Each process its shards, to a path of its own."""
+    mesh = mesh_of(run, (run.ranks,))
+
+    def begin(seed: int) -> tuple[nn.Module, Any]:
+        model = spread(make_model(), mesh)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(seed)
+        return strata.wrap(
+            model, torch.optim.AdamW(model.parameters(), lr=1e-2), memory=ROOM, max_grad_norm=1.0
+        )
+
+    path = run.folder / f"checkpoint-{run.rank}"
+    model, optimizer = begin(0)
+    train(model, optimizer, [0], steps=2)
+    strata.save(model, path)
+    train(model, optimizer, [0], steps=2, first=2)
+    wanted = shards_of(model)
+    strata.unwrap(model)
+    model, optimizer = begin(1)
+    strata.load(model, path)
+    train(model, optimizer, [0], steps=2, first=2)
+    return distance(shards_of(model), wanted) == 0
+
+
+def reads_files(run: Rank) -> float:
+    """The model is on the meta device, and the file has whole tensors."""
+    from safetensors.torch import save_file
+
+    path = Path(run.folder) / f"whole-{run.rank}.safetensors"
+    save_file(make_model().state_dict(), path)
+    mesh = mesh_of(run, (run.ranks,))
+    wanted, _ = plain(mesh, [0], False, 0.0)
+    with torch.device("meta"):
+        model = Model()
+    spread(model, mesh)
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model, optimizer = strata.wrap(model, optimizer, memory=ROOM, weights=path)
+    train(model, optimizer, [0])
+    return distance(shards_of(model), wanted)
+
+
+def skips(run: Rank) -> list[Any]:
+    """One process has an infinity in a shard's gradient, and all leave the step out."""
+    mesh = mesh_of(run, (run.ranks,))
+    model = spread(make_model(), mesh)
+    model, optimizer = strata.wrap(
+        model, torch.optim.AdamW(model.parameters(), lr=1e-2), memory=ROOM, skip_nonfinite=True
+    )
+    train(model, optimizer, [0], steps=1)
+    before = shards_of(model)
+    weight = model.blocks[1].up.weight
+    if run.rank == 1:
+        weight.register_hook(lambda grad: torch.full_like(grad, float("inf")))
+    train(model, optimizer, [0], steps=1, first=1)
+    optimizer: Any = optimizer
+    return [distance(shards_of(model), before), bool(optimizer.last_finite)]
+
+
+def odd(run: Rank, what: str) -> str:
+    """What is said of parameters, or options, that cannot be."""
+    mesh = mesh_of(run, (run.ranks,))
+    model: nn.Module = spread(make_model(), mesh)
+    options: dict[str, Any] = {"memory": ROOM}
+    if what == "partial":
+        weight = model.blocks[0].norm.weight  # type: ignore[union-attr, index]
+        model.blocks[0].norm._parameters["weight"] = nn.Parameter(  # type: ignore[union-attr, index]
+            DTensor.from_local(weight.detach(), mesh, [Partial()])
+        )
+    elif what == "empty":
+        few = nn.Parameter(distribute_tensor(torch.ones(1, WIDTH), mesh, [Shard(0)]))
+        model.register_parameter("few", few)
+    elif what == "group":
+        options["rank_group"] = distributed.group.WORLD
+    elif what == "units":
+        options["max_unit_norm"] = 1.0
+    elif what == "lock_free":
+        options |= {"update": strata.LockFree(1), "max_grad_norm": 1.0}
+    elif what == "frozen":
+        options["frozen"] = "int8"
+    else:
+        return _odd_later(model, what)
+    kinds = [type(p) for p in model.parameters()]
+    try:
+        strata.wrap(model, torch.optim.AdamW(model.parameters()), **options)
+    except ValueError as error:
+        assert [type(p) for p in model.parameters()] == kinds
+        return str(error)
+    return "nothing"
+
+
+def _odd_later(model: nn.Module, what: str) -> str:
+    """Of a model that is wrapped."""
+    model, _ = strata.wrap(model, torch.optim.AdamW(model.parameters()), memory=ROOM)
+    tokens = batch_of(0)
+    try:
+        if what == "outside":
+            model.head.register_forward_pre_hook(
+                lambda *_: model.blocks[0].up.weight.sum()  # type: ignore[union-attr, index]
+            )
+            model(tokens)
+        model(tokens).sum().backward()
+        if what == "largest":
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, norm_type=float("inf"))
+    except RuntimeError as error:
+        return str(error)
+    return "nothing"

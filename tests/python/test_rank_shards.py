@@ -1,0 +1,82 @@
+"""Models whose parameters are DTensors of a tensor-parallel mesh. What each process does is in
+rank_shards.py; rank_server.py starts them."""
+
+import re
+from typing import Any
+
+import pytest
+from rank_server import Ranks
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"sequence": True, "clip": 0.5},
+        {"clip": 0.5, "inside": True},
+        {"update": "in_backward"},
+        {"activations": "recompute", "sequence": True},
+        {"activations": "swap"},
+        {"ssd_path": "own", "memory": {"device": "2MiB", "host": "4MiB", "ssd": "1GiB"}},
+    ],
+    ids=lambda options: " ".join(f"{k}={v}" for k, v in options.items()) or "plain",
+)
+def test_shards_train_as_dtensors_do(ranks: Ranks, options: dict[str, Any]) -> None:
+    for of in ranks.run("rank_shards.trains", 2, **options):
+        assert of["distance"] < 1e-5
+        assert of["kinds"] == ["PagedParameter"]
+        assert all(off < 1e-5 for off in of["norms"])
+        # The model is the caller's again, and its parameters are the same objects.
+        assert of["back"] == 0
+        assert of["dtensors"] == 13 + 6 * options.get("sequence", False)
+        assert of["same_objects"]
+
+
+def test_norms_are_of_the_whole(ranks: Ranks) -> None:
+    found = ranks.run("rank_shards.trains", 2, clip=0.5)
+    assert all(len(of["norms"]) == 4 for of in found)
+    assert all(off < 1e-5 for of in found for off in of["norms"])
+
+
+@pytest.mark.parametrize("options", [{"clip": 0.5}, {"update": "in_backward"}], ids=str)
+def test_a_mesh_of_two_dimensions_trains_copies(ranks: Ranks, options: dict[str, Any]) -> None:
+    for distance in ranks.run("rank_shards.trains_in_groups", 4, **options):
+        assert distance < 1e-5
+
+
+def test_four_processes_share_each_parameter(ranks: Ranks) -> None:
+    for of in ranks.run("rank_shards.trains", 4, clip=0.5, sequence=True):
+        assert of["distance"] < 1e-5
+
+
+def test_each_process_saves_and_loads_its_shards(ranks: Ranks) -> None:
+    assert ranks.run("rank_shards.saves_and_loads", 2) == [True, True]
+
+
+def test_files_of_whole_parameters_are_cut(ranks: Ranks) -> None:
+    for distance in ranks.run("rank_shards.reads_files", 2):
+        assert distance < 1e-5
+
+
+def test_all_leave_out_what_is_not_finite_in_one(ranks: Ranks) -> None:
+    assert ranks.run("rank_shards.skips", 2) == [[0.0, False]] * 2
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("partial", r"'blocks.0.norm.weight' is a DTensor with Partial\(sum\).*redistribute"),
+        ("empty", r"'few' is a DTensor with \(Shard\(dim=0\),\), of which this process has no"),
+        ("group", r"DTensor over this process and process \d, which .* rank_group=.*mesh\['dp'\]"),
+        ("units", "max_unit_norm= would clip each shard by itself: pass max_grad_norm="),
+        ("lock_free", "max_grad_norm= needs the gradients of all its shards.*update='on_step'"),
+        ("frozen", "frozen= takes whole parameters"),
+        ("outside", "'blocks.0.up.weight' is a shard of a DTensor outside its module"),
+        ("largest", "only the 2-norm of all elements is that of the whole"),
+    ],
+)
+def test_what_shards_cannot_have_is_refused(ranks: Ranks, what: str, words: str) -> None:
+    found = ranks.run("rank_shards.odd", 2, what=what)
+    assert any(re.search(words, said) for said in found), found
+    if what != "empty":  # the other process has all of that one
+        assert all(re.search(words, said) for said in found), found
