@@ -157,13 +157,19 @@ def trains(
     references = list(model.parameters())
     inner = torch.optim.AdamW(references, lr=1e-2, foreach=False)
     asked = options_of(run, {"memory": ROOM, **options})
+    strata.plan(model, inner, **asked)  # leaves all as it is
+    assert all(a is b for a, b in zip(model.parameters(), references, strict=True))
     model, optimizer = strata.wrap(
         model, inner, **asked, **({"max_grad_norm": clip} if inside else {})
     )
     kinds = {type(p).__name__ for p in model.parameters()}
+    hollow = all(p.to_local().is_meta for p in references if isinstance(p, DTensor))
     found = train(model, optimizer, [0], clip=0.0 if inside else clip)
     trained = shards_of(model)
+    with torch.inference_mode():
+        answer = model(batch_of(9))
     model = strata.unwrap(model)
+    answers = float((model(batch_of(9)) - answer).abs().max())
     same_objects = all(a is b for a, b in zip(model.parameters(), references, strict=True))
     back = shards_of(model)
     spread_again = sum(isinstance(p, DTensor) for p in model.parameters())
@@ -175,6 +181,8 @@ def trains(
         "back": distance(back, trained),
         "dtensors": spread_again,
         "same_objects": same_objects,
+        "hollow": hollow,
+        "answers": answers,
     }
 
 

@@ -30,6 +30,8 @@ def test_shards_train_as_dtensors_do(ranks: Ranks, options: dict[str, Any]) -> N
         assert of["back"] == 0
         assert of["dtensors"] == 13 + 6 * options.get("sequence", False)
         assert of["same_objects"]
+        assert of["hollow"]  # meanwhile they had no memory
+        assert of["answers"] == 0
 
 
 def test_norms_are_of_the_whole(ranks: Ranks) -> None:

@@ -55,6 +55,7 @@ PATIENCE_MAX_S = 86_400.0
 PATIENCE_S = 8.0
 RANK_GRADIENTS = ("mean", "sum")
 LOST = re.compile(r"gloo|Connection (closed|reset)|Broken pipe")  # what torch says then
+AHEAD = ", before all ranks had come to train"
 ENDED_S = 1.0  # a connection is lost ahead of the process that had it
 
 log = logging.getLogger("strata")
@@ -141,7 +142,7 @@ class Ranks:
 
 
 @contextlib.contextmanager
-def naming_lost(ranks: Ranks | None) -> Iterator[None]:
+def naming_lost(ranks: Ranks | None, when: str = AHEAD) -> Iterator[None]:
     """Around calls of torch.distributed, which says of a connection that was lost no more than its
     address. Raises StrataError in its place. `ranks`: where they are known."""
     try:
@@ -154,8 +155,8 @@ def naming_lost(ranks: Ranks | None) -> Iterator[None]:
         ended = ranks.ended(ENDED_S) if ranks is not None else []
         who = " and ".join(f"rank {rank}" for rank in ended) or "another rank"
         raise StrataError(
-            f"{who} ended, or cannot be reached any more, before all ranks had come to train; its "
-            f"own output says why ({str(error).splitlines()[0]:.200})"
+            f"{who} ended, or cannot be reached any more{when}; its own output says why "
+            f"({str(error).splitlines()[0]:.200})"
         ) from error
 
 

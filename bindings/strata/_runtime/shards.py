@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from .._config.rank_group import Collectives, cpu_group, group_of
+from .._config.ranks import naming_lost
 from .._config.sharding import Sharding, dtensor_of, hollow
 
 if TYPE_CHECKING:
@@ -97,7 +98,8 @@ class Shards:
             cut = [i for i, s in self.shardings.items() if s.mesh == mesh and s.cuts(dim)]
             if not cut:
                 continue
-            parts = calls.gather(torch.tensor([found[i] for i in cut], dtype=torch.float64))
+            with naming_lost(None, when=""):
+                parts = calls.gather(torch.tensor([found[i] for i in cut], dtype=torch.float64))
             for index, values in zip(cut, torch.stack(parts, dim=1).tolist(), strict=True):
                 found[index] = sum(values)
         return found
