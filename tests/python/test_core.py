@@ -111,6 +111,30 @@ def test_budgets_do_not_change_bits(dtype: str, accumulate: bool, tmp_path: Path
             assert torch.equal(a, b), changes
 
 
+def test_a_norm_of_more_than_its_own_gradients_clips_and_skips() -> None:
+    """Of a model whose other parts are elsewhere."""
+    ended = []
+    for squares in (None, 25.0, float("inf")):
+        session = _core.Session(config("float32"))
+        fill(session)
+        ones = torch.ones(SIZES[0])
+        session.land_gradient(0, ones.data_ptr(), "float32")
+        result = session.step([GROUP], 1.0, 2.0, True, squares=squares)
+        session.synchronize()
+        moment = torch.empty(SIZES[0])
+        session.read(0, "moment1", 0, moment.data_ptr(), SIZES[0])
+        ended.append((result, moment))
+        session.close()
+    (own, first), (given, second), (infinite, third) = ended
+    assert own["norm"] == pytest.approx(SIZES[0] ** 0.5 / 2)
+    assert given["norm"] == 2.5  # divided as gradients are
+    expected = (1 - GROUP["beta1"]) * 0.5 * torch.ones(SIZES[0])
+    assert torch.allclose(first, expected / own["norm"], rtol=1e-5)
+    assert torch.allclose(second, expected / 2.5, rtol=1e-5)
+    assert (infinite["skipped"], infinite["finite"]) == (True, False)
+    assert not third.any()
+
+
 def test_matches_torch_adamw() -> None:
     generator = torch.Generator().manual_seed(1)
     plain = [torch.nn.Parameter(torch.randn(n, generator=generator)) for n in SIZES]

@@ -65,10 +65,13 @@ def test_a_process_may_be_in_groups_one_after_another(
     assert last == expected[2:]
 
 
-def test_a_mesh_of_two_dimensions_trains_one_model(ranks: Ranks, worlds: list[list[Found]]) -> None:
-    """Over all of its processes, be they all there are or not."""
+@pytest.mark.parametrize("where", [4, "aabb"])
+def test_a_mesh_of_two_dimensions_trains_one_model(
+    ranks: Ranks, worlds: list[list[Found]], where: int | str
+) -> None:
+    """Over all of its processes, be they all there are or not, on one machine or two."""
     saved = worlds[0][0]["saved"]
-    assert ranks.run("rank_groups.over_a_mesh", 4) == [
+    assert ranks.run("rank_groups.over_a_mesh", where) == [
         [[0, saved]],
         [[1, saved], [0, saved]],
         [[2, saved], [1, saved]],
