@@ -18,7 +18,7 @@ from torch import nn
 from . import _core
 from ._config.alike import check_alike
 from ._config.budgets import device_goal
-from ._config.choices import OF_SEVERAL_MACHINES
+from ._config.choices import INIT, OF_SEVERAL_MACHINES
 from ._config.device import say_slow_dtypes
 from ._config.managed import check_parameters
 from ._config.options import Options
@@ -264,7 +264,7 @@ def _fill(state: Wrapped, options: Options) -> None:
     weight_files.load(
         state.model,
         lambda name, value, whole=None: state.write(place[name], value, whole=whole),
-        weights=None if options.weights == weight_files.INIT else options.weights,
+        weights=None if options.weights == INIT else options.weights,
         seed=options.seed,
         device=options.init_device,
     )

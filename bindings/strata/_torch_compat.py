@@ -151,6 +151,11 @@ def awaited(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if wait is None else wait()
 
 
+def is_dtensor(tensor: torch.Tensor) -> bool:
+    """Whether it is a DTensor. torch.distributed.tensor takes long to import, and is not."""
+    return type(tensor).__name__ == "DTensor"
+
+
 def is_nf4(parameter: torch.Tensor) -> bool:
     """Whether it is torchao's NF4Tensor, which need not be installed."""
     kind = type(parameter)

@@ -3,6 +3,8 @@ DTensors of a tensor-parallel mesh, with strata and with plain PyTorch."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+from torch.utils.checkpoint import checkpoint
 
 WIDTH = 48
 TOKENS = 41
@@ -28,12 +31,18 @@ ROOM = {"device": "2MiB", "host": "24MiB"}
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
+        self.checkpoints = False
         self.norm = nn.LayerNorm(WIDTH)
         self.up = nn.Linear(WIDTH, 3 * WIDTH + 4)  # 37 for each of four
         self.down = nn.Linear(3 * WIDTH + 4, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+        if self.checkpoints and self.training:
+            return x + checkpoint(self._inside, x, use_reentrant=False)
+        return x + self._inside(x)
+
+    def _inside(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(nn.functional.gelu(self.up(self.norm(x))))
 
 
 class Model(nn.Module):
@@ -78,9 +87,30 @@ def spread(model: nn.Module, mesh: DeviceMesh, sequence: bool = False) -> nn.Mod
     return model
 
 
-def make_model() -> Model:
+def make_model(kind: str = "") -> Model:
+    """`kind`: "checkpoint": blocks compute twice by themselves; "frozen": some parameters are."""
     torch.manual_seed(0)
-    return Model()
+    model = Model()
+    for block in model.blocks:
+        block.checkpoints = kind == "checkpoint"
+        block.up.requires_grad_(kind != "frozen")
+    return model
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "adamw": lambda params: torch.optim.AdamW(params, lr=1e-2, foreach=False),
+    "adagrad": lambda params: torch.optim.Adagrad(params, lr=1e-2, foreach=False),
+    "sgd": lambda params: torch.optim.SGD(params, lr=1.0, foreach=False),
+}
+
+
+def make(kind: str, mesh: DeviceMesh, sequence: bool = False) -> nn.Module:
+    """Spread over the mesh. `kind`: likewise; "tied": the head has the weight of the embedding."""
+    model = spread(make_model(kind), mesh, sequence)
+    if kind == "tied":
+        parallelize_module(model, mesh, {"head": ColwiseParallel(output_layouts=Replicate())})
+        model.head.weight = model.embed.weight  # type: ignore[union-attr]
+    return model
 
 
 def batch_of(step: int, part: int = 0) -> torch.Tensor:
@@ -139,23 +169,34 @@ def distance(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> float:
 
 
 def plain(
-    mesh: DeviceMesh, parts: list[int], sequence: bool, clip: float, steps: int = 4
+    mesh: DeviceMesh,
+    parts: list[int],
+    sequence: bool,
+    clip: float,
+    kind: str = "",
+    optimizer: str = "adamw",
 ) -> tuple[list[torch.Tensor], list[float]]:
-    model = spread(make_model(), mesh, sequence)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
-    norms = train(model, optimizer, parts, steps, clip)
+    model = make(kind, mesh, sequence)
+    norms = train(model, OPTIMIZERS[optimizer](model.parameters()), parts, clip=clip)
     return shards_of(model), norms
 
 
 def trains(
-    run: Rank, *, sequence: bool = False, clip: float = 0.0, inside: bool = False, **options: Any
+    run: Rank,
+    *,
+    sequence: bool = False,
+    clip: float = 0.0,
+    inside: bool = False,
+    kind: str = "",
+    rule: str = "adamw",
+    **options: Any,
 ) -> dict[str, Any]:
     """All processes are of one mesh. `inside`: step() clips."""
     mesh = mesh_of(run, (run.ranks,))
-    wanted, norms = plain(mesh, [0], sequence, clip)
-    model = spread(make_model(), mesh, sequence)
+    wanted, norms = plain(mesh, [0], sequence, clip, kind, rule)
+    model = make(kind, mesh, sequence)
     references = list(model.parameters())
-    inner = torch.optim.AdamW(references, lr=1e-2, foreach=False)
+    inner = OPTIMIZERS[rule](references)
     asked = options_of(run, {"memory": ROOM, **options})
     strata.plan(model, inner, **asked)  # leaves all as it is
     assert all(a is b for a, b in zip(model.parameters(), references, strict=True))
@@ -164,7 +205,10 @@ def trains(
     )
     kinds = {type(p).__name__ for p in model.parameters()}
     hollow = all(p.to_local().is_meta for p in references if isinstance(p, DTensor))
-    found = train(model, optimizer, [0], clip=0.0 if inside else clip)
+    if inside:
+        found = [norm for step in range(4) for norm in _step(model, optimizer, step)]
+    else:
+        found = train(model, optimizer, [0], clip=clip)
     trained = shards_of(model)
     with torch.inference_mode():
         answer = model(batch_of(9))
@@ -176,7 +220,7 @@ def trains(
     train(model, inner, [0], steps=1)  # goes on by itself
     return {
         "distance": distance(trained, wanted),
-        "norms": [abs(a - b) / b for a, b in zip(found, norms, strict=False)],
+        "norms": [abs(a - b) / b for a, b in zip(found, norms, strict=True)],
         "kinds": sorted(kinds),
         "back": distance(back, trained),
         "dtensors": spread_again,
@@ -186,14 +230,22 @@ def trains(
     }
 
 
+def _step(model: nn.Module, optimizer: Any, step: int) -> list[float]:
+    """One that clips by itself. Returns the norm ahead of that."""
+    train(model, optimizer, [0], steps=1, first=step)
+    norm = strata.report(model).grad_norm
+    assert norm is not None
+    return [norm]
+
+
 def trains_in_groups(run: Rank, clip: float | None = None, **options: Any) -> float:
     """Two copies of a mesh of two: each has batches of its own."""
     mesh = mesh_of(run, (2, run.ranks // 2))
-    wanted, _ = plain(mesh["tp"], [0, 1], False, clip or 0.0)
+    wanted, _ = plain(mesh["tp"], [0, 1], False, clip or 0.0, "", "sgd")
     model = spread(make_model(), mesh["tp"])
     model, optimizer = strata.wrap(
         model,
-        torch.optim.AdamW(model.parameters(), lr=1e-2),
+        OPTIMIZERS["sgd"](model.parameters()),
         memory=ROOM,
         rank_group=mesh["dp"],
         max_grad_norm=clip,
@@ -212,9 +264,8 @@ def saves_and_loads(run: Rank) -> bool:
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(seed)
-        return strata.wrap(
-            model, torch.optim.AdamW(model.parameters(), lr=1e-2), memory=ROOM, max_grad_norm=1.0
-        )
+        inner = OPTIMIZERS["adamw"](model.parameters())
+        return strata.wrap(model, inner, memory=ROOM, max_grad_norm=1.0)
 
     path = run.folder / f"checkpoint-{run.rank}"
     model, optimizer = begin(0)
@@ -248,8 +299,7 @@ def reads_files(run: Rank) -> float:
 
 def skips(run: Rank) -> list[Any]:
     """One process has an infinity in a shard's gradient, and all leave the step out."""
-    mesh = mesh_of(run, (run.ranks,))
-    model = spread(make_model(), mesh)
+    model = spread(make_model(), mesh_of(run, (run.ranks,)))
     model, optimizer = strata.wrap(
         model, torch.optim.AdamW(model.parameters(), lr=1e-2), memory=ROOM, skip_nonfinite=True
     )
@@ -261,6 +311,60 @@ def skips(run: Rank) -> list[Any]:
     train(model, optimizer, [0], steps=1, first=1)
     optimizer: Any = optimizer
     return [distance(shards_of(model), before), bool(optimizer.last_finite)]
+
+
+def scales(run: Rank) -> list[Any]:
+    """The recipe of float16: gradients are unscaled, and clipped by the norm of what is rounded.
+    Returns the norm, and the shards that all processes have whole."""
+    mesh = mesh_of(run, (run.ranks,))
+    model = spread(make_model(), mesh)
+    model, optimizer = strata.wrap(
+        model, OPTIMIZERS["sgd"](model.parameters()), memory=ROOM, dtype=torch.float16
+    )
+    scaler = strata.GradScaler(init_scale=1000.0)
+    norms = []
+    for step in range(2):
+        tokens = batch_of(step)
+        logits = model(tokens).float()
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten().flip(0))
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    return [norms, [float(p.double().sum()) for p in (model.head.weight, model.head.bias)]]
+
+
+def fails_and_goes_on(run: Rank) -> list[bool]:
+    """wrap() does not succeed, and the model is as it was, with its gradients."""
+    mesh = mesh_of(run, (run.ranks,))
+    model = spread(make_model(), mesh)
+    model(batch_of(0)).sum().backward()
+    before = [(p, type(p), p.grad) for p in model.parameters()]
+    optimizer = OPTIMIZERS["adagrad"](model.parameters())
+    try:
+        strata.wrap(model, optimizer, memory={"device": "64KiB", "host": "64KiB"})
+    except strata.StrataError:
+        now = [(p, type(p), p.grad) for p in model.parameters()]
+        pairs = list(zip(now, before, strict=True))
+        same = all(a is b for x, y in pairs for a, b in zip(x, y, strict=True))
+        grouped = optimizer.param_groups[0]["params"]
+        return [same, all(a is b for a, (b, _, _) in zip(grouped, before, strict=True))]
+    return []
+
+
+def looks_at_old(run: Rank) -> str:
+    """What is said of the gradient of a parameter that was given to wrap()."""
+    model = spread(make_model(), mesh_of(run, (run.ranks,)))
+    references = list(model.parameters())
+    model, _ = strata.wrap(model, OPTIMIZERS["sgd"](references), memory=ROOM)
+    model(batch_of(0)).sum().backward()
+    try:
+        torch.nn.utils.clip_grad_norm_(references, 1.0)
+    except RuntimeError as error:
+        return str(error)
+    return "nothing"
 
 
 def odd(run: Rank, what: str) -> str:
@@ -284,6 +388,11 @@ def odd(run: Rank, what: str) -> str:
         options |= {"update": strata.LockFree(1), "max_grad_norm": 1.0}
     elif what == "frozen":
         options["frozen"] = "int8"
+    elif what == "split":
+        options["split"] = 2
+    elif what == "no budgets":
+        os.environ["LOCAL_WORLD_SIZE"] = "2"
+        del options["memory"]
     else:
         return _odd_later(model, what)
     kinds = [type(p) for p in model.parameters()]
@@ -300,12 +409,10 @@ def _odd_later(model: nn.Module, what: str) -> str:
     model, _ = strata.wrap(model, torch.optim.AdamW(model.parameters()), memory=ROOM)
     tokens = batch_of(0)
     try:
-        if what == "outside":
-            model.head.register_forward_pre_hook(
-                lambda *_: model.blocks[0].up.weight.sum()  # type: ignore[union-attr, index]
-            )
-            model(tokens)
         model(tokens).sum().backward()
+        if what == "given":
+            weight = next(model.parameters())
+            weight.grad = torch.zeros_like(weight)
         if what == "largest":
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, norm_type=float("inf"))
     except RuntimeError as error:

@@ -17,6 +17,9 @@ from rank_server import Ranks
         {"update": "in_backward"},
         {"activations": "recompute", "sequence": True},
         {"activations": "swap"},
+        {"kind": "tied", "clip": 0.5, "rule": "sgd"},
+        {"kind": "frozen", "rule": "adagrad"},
+        {"kind": "checkpoint"},
         {"ssd_path": "own", "memory": {"device": "2MiB", "host": "4MiB", "ssd": "1GiB"}},
     ],
     ids=lambda options: " ".join(f"{k}={v}" for k, v in options.items()) or "plain",
@@ -28,15 +31,19 @@ def test_shards_train_as_dtensors_do(ranks: Ranks, options: dict[str, Any]) -> N
         assert all(off < 1e-5 for off in of["norms"])
         # The model is the caller's again, and its parameters are the same objects.
         assert of["back"] == 0
-        assert of["dtensors"] == 13 + 6 * options.get("sequence", False)
+        more = 6 * options.get("sequence", False) + (options.get("kind") == "tied")
+        assert of["dtensors"] == 13 + more
         assert of["same_objects"]
         assert of["hollow"]  # meanwhile they had no memory
         assert of["answers"] == 0
 
 
-def test_norms_are_of_the_whole(ranks: Ranks) -> None:
-    found = ranks.run("rank_shards.trains", 2, clip=0.5)
+@pytest.mark.parametrize("inside", [False, True])
+def test_norms_are_of_the_whole(ranks: Ranks, inside: bool) -> None:
+    """Of clip_grad_norm_(), and of step()."""
+    found = ranks.run("rank_shards.trains", 2, clip=0.5, inside=inside, rule="sgd")
     assert all(len(of["norms"]) == 4 for of in found)
+    assert all(of["distance"] < 1e-5 for of in found)
     assert all(off < 1e-5 for of in found for off in of["norms"])
 
 
@@ -64,6 +71,22 @@ def test_all_leave_out_what_is_not_finite_in_one(ranks: Ranks) -> None:
     assert ranks.run("rank_shards.skips", 2) == [[0.0, False]] * 2
 
 
+def test_all_scale_by_the_same_norm(ranks: Ranks) -> None:
+    """Of gradients in float16, whose rounding the sums do not know."""
+    (norms, sums), other = ranks.run("rank_shards.scales", 2)
+    assert other == [norms, sums]
+    assert all(norm > 0.5 for norm in norms)
+
+
+def test_a_wrap_that_fails_leaves_dtensors_and_their_gradients(ranks: Ranks) -> None:
+    assert ranks.run("rank_shards.fails_and_goes_on", 2) == [[True, True]] * 2
+
+
+def test_who_looks_at_the_dtensors_that_were_given_is_told(ranks: Ranks) -> None:
+    for said in ranks.run("rank_shards.looks_at_old", 2):
+        assert "given to strata.wrap(), and its shard trains in its place" in said
+
+
 @pytest.mark.parametrize(
     ("what", "words"),
     [
@@ -73,7 +96,9 @@ def test_all_leave_out_what_is_not_finite_in_one(ranks: Ranks) -> None:
         ("units", "max_unit_norm= would clip each shard by itself: pass max_grad_norm="),
         ("lock_free", "max_grad_norm= needs the gradients of all its shards.*update='on_step'"),
         ("frozen", "frozen= takes whole parameters"),
-        ("outside", "'blocks.0.up.weight' is a shard of a DTensor outside its module"),
+        ("split", "split= is found out by trials"),
+        ("no budgets", "processes of this machine share its memory: pass memory="),
+        ("given", "p.grad of 'embed.weight', a DTensor, cannot be set"),
         ("largest", "only the 2-norm of all elements is that of the whole"),
     ],
 )

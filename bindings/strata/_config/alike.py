@@ -19,6 +19,8 @@ import torch
 from torch import nn
 
 from .. import _core
+from .._torch_compat import is_dtensor
+from .sharding import Sharding
 from .sizes import format_size, parse_budgets, parse_size
 
 if TYPE_CHECKING:
@@ -84,7 +86,8 @@ def _parameters(model: nn.Module) -> list[tuple[str, str]]:
         (
             f"parameter {name!r}",
             f"{str(p.dtype).removeprefix('torch.')} {list(p.shape)}"
-            + " frozen" * (not p.requires_grad),
+            + " frozen" * (not p.requires_grad)
+            + (Sharding.of(p).said() if is_dtensor(p) else ""),  # type: ignore[arg-type]
         )
         for name, p in model.named_parameters()
     ]

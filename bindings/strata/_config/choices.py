@@ -35,6 +35,7 @@ DTYPES = ("bfloat16", "float16", "float32")
 STATE_DTYPES = ("float32", "bfloat16", "8bit")  # as the command line writes them
 # How what is frozen may rest: as it is, and forms of codes.
 AS_IS = "as-is"
+INIT = "init"  # of weights=: the modules' own initialisers; a folder of that name is ./init
 FORMS: tuple[StoredName, ...] = ("int8", "nf4", "nf4-double", "nf4-torchao")
 # What becomes of saved tensors, by the planner's names: see offload/planner/trace.hpp.
 RECOMPUTES = frozenset(("recompute", "recompute_host", "recompute_ssd"))

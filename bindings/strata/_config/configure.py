@@ -17,6 +17,7 @@ from .budgets import choose_budgets
 from .frozen import coded_parameters, stored_forms
 from .managed import DTYPE_NAMES
 from .options import Options
+from .sharding import sharding_of
 from .sizes import parse_budgets, parse_size
 from .units import UnitSpec, find_units, used_apart
 from .update_modes import STATE_DTYPES, check_moments, core_mode
@@ -111,7 +112,7 @@ def config_of(
         "update": update,
         "max_staleness": max_staleness,
         "moment_dtype": STATE_DTYPES[str(options.state_dtype)],
-        "pin_workers": options.ranks is None,
+        "pin_workers": options.ranks is None and not any(map(sharding_of, model.parameters())),
         "compute_threads": device.compute_threads(device_name),
         "device": device_name,
         "snapshots": options.snapshots,

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from .._torch_compat import is_nf4
-from .sharding import is_dtensor, why_not_sharded
+from .._torch_compat import is_dtensor, is_nf4
+from .sharding import shard_of, why_not_sharded
 
 if TYPE_CHECKING:
     from .._core import DtypeName
@@ -146,6 +146,8 @@ def _others(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
     """The addresses from a tensor's first byte to behind its last; (0, 0) where it has none."""
+    if is_dtensor(tensor):
+        tensor = shard_of(tensor)
     plain = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided
     if not plain or tensor.is_meta or tensor.numel() == 0:
         return 0, 0

@@ -16,6 +16,8 @@ hold other objects meanwhile. The caller's are kept, without memory, and come ba
 from __future__ import annotations
 
 import contextlib
+import functools
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -23,7 +25,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import distributed, nn
 
-from .choices import AS_IS
+from .._torch_compat import is_dtensor
+from .choices import AS_IS, INIT
 from .rank_group import group_of
 from .update_modes import LockFree
 
@@ -34,7 +37,6 @@ if TYPE_CHECKING:
     from .options import Options
 
 PLACEMENTS = ("Shard", "Replicate")  # under which every element is whole in some process
-INIT = "init"  # of weights=, as in weights.py
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,14 +81,13 @@ class Sharding:
         """Whether processes along that dimension of the mesh have different elements."""
         return bool(self.placements[dim].is_shard())
 
+    def said(self) -> str:
+        """Which shard this process has: what ranks must have in common."""
+        return f" {self.placements}, at {self.mesh.get_coordinate()} of {self.mesh.shape}"
+
     def members(self) -> set[int]:
         """The processes of the mesh."""
         return set(map(int, self.mesh.mesh.flatten()))
-
-
-def is_dtensor(tensor: torch.Tensor) -> bool:
-    """Whether it is one. torch.distributed.tensor takes long to import, and is not."""
-    return type(tensor).__name__ == "DTensor"
 
 
 def dtensor_of(parameter: torch.Tensor) -> nn.Parameter | None:
@@ -146,6 +147,15 @@ def check_sharded(model: nn.Module, options: Options) -> None:
                 f"{what} {asked}= needs the gradients of all its shards at step(), for which "
                 f"{options.update!r} does not wait: pass update='on_step'"
             )
+    if options.split is not None:
+        raise ValueError(
+            f"{what} split= is found out by trials, which may end differently in other processes: "
+            "leave it out, and pass smaller batches"
+        )
+    if options.memory is None and int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > 1:
+        raise ValueError(
+            f"{what} processes of this machine share its memory: pass memory=, the part of each"
+        )
     if options.frozen != AS_IS:
         raise ValueError(f"{what} frozen= takes whole parameters: leave it out")
     if options.weights == INIT:
@@ -202,6 +212,27 @@ def hollow(parameter: nn.Parameter) -> None:
     nothing = torch.empty_like(shard_of(parameter), device="meta")
     with contextlib.suppress(RuntimeError):  # a graph or a weak reference has it: it stays
         torch.utils.swap_tensors(parameter, nn.Parameter(sharding.whole(nothing)))
+    parameter.__class__ = _hollow_class()
+
+
+@functools.cache
+def _hollow_class() -> type:
+    from torch.distributed.tensor import DTensor
+
+    class HollowDTensor(DTensor):
+        """One that was given to strata.wrap(), until strata.unwrap()."""
+
+        __slots__ = ()
+
+        @property
+        def grad(self) -> torch.Tensor | None:  # type: ignore[override]
+            """Raises RuntimeError: it would be None, and nobody would notice."""
+            raise RuntimeError(
+                "this parameter was given to strata.wrap(), and its shard trains in its place: ask "
+                "model.parameters() for the parameters"
+            )
+
+    return HollowDTensor
 
 
 def give_back(
@@ -212,8 +243,11 @@ def give_back(
 ) -> None:
     """In the place of shards modules and groups get the DTensors that were there, by shard, with
     the shards' values."""
+    from torch.distributed.tensor import DTensor
+
     found = {}
     for shard, dtensor in dtensors.items():
+        dtensor.__class__ = DTensor  # type: ignore[assignment]
         whole = nn.Parameter(Sharding.of(dtensor).whole(values[shard]), shard.requires_grad)  # type: ignore[arg-type]
         vars(whole).update({k: v for k, v in vars(shard).items() if k != "_strata_dtensor"})
         try:

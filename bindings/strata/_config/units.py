@@ -25,6 +25,7 @@ from torch import nn
 
 from .._errors import nearest
 from ..nn.tiles import Tiled
+from .sharding import sharding_of
 
 Predicate = Callable[[str, nn.Module], bool]
 Chosen = Iterable[nn.Module | str] | Predicate
@@ -88,7 +89,7 @@ def find_units(
     """
     index_of = {id(p): i for i, p in enumerate(model.parameters())}
     owners = list(_owners(model, "", _chosen_modules(model, chosen)))
-    share = sum(p.nbytes for p in model.parameters()) // SMALL_SHARE
+    share = _bytes(list(model.parameters())) // SMALL_SHARE
     small = _Shared(min(SMALL_BYTES_MAX, share), "+".join)
     trained = _Shared(
         min(SLIVERS_BYTES_MAX, share),
@@ -130,7 +131,9 @@ def find_units(
 
 
 def _bytes(params: list[nn.Parameter]) -> int:
-    return sum(p.nbytes for p in params)
+    """Of shards those of the whole: all processes that have some make the same units."""
+    spread = [(p, sharding_of(p)) for p in params]
+    return sum(p.nbytes if s is None else s.shape.numel() * p.itemsize for p, s in spread)
 
 
 def _slivers(params: list[nn.Parameter], coded: Collection[int]) -> list[list[nn.Parameter]]:

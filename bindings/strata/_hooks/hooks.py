@@ -252,7 +252,7 @@ class ModuleHook:
             hooks.frames.make_plain(frame)
             self._check()
             if state.shards is not None:
-                state.shards.show(self.indices)
+                state.shards.show(i for unit in self.units for i in unit.params)
             frame.kept = references(self.params)
             hooks.saved.push()
         except BaseException:

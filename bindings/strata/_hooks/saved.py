@@ -39,11 +39,19 @@ import torch
 from .._activations.swapped import SwappedView, changed
 from .._activations.swapping import Swapping
 from .._config.choices import SWAPS
-from .._config.sharding import Sharding, is_dtensor, shard_of
+from .._config.sharding import Sharding, shard_of
 from .._profiling.recorder import NOT_RECORDED
 from .._runtime.unit import Unit
 from .._runtime.wrapped import Wrapped
-from .._torch_compat import conj_view, graph_task, neg_view, pop_hooks, push_hooks, top_hooks
+from .._torch_compat import (
+    conj_view,
+    graph_task,
+    is_dtensor,
+    neg_view,
+    pop_hooks,
+    push_hooks,
+    top_hooks,
+)
 from .frames import Frames
 from .pins import Pins
 
@@ -225,8 +233,9 @@ class SavedTensors:
 
     def _unpack_activation(self, packed: Recorded | Spread | SwappedView) -> torch.Tensor:
         if type(packed) is Spread:
+            shard = self.unpack(packed.packed)
             with torch.no_grad():
-                return packed.sharding.whole(self.unpack(packed.packed))
+                return packed.sharding.whole(shard)
         if type(packed) is Recorded:
             self.state.recorder.used(packed.number)
             return self.unpack(packed.packed)

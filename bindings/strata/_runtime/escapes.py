@@ -31,8 +31,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from .._config.sharding import shard_of
 from .._errors import StrataError
-from .._torch_compat import DisableTorchFunction, graph_task, held_by_torch, tensors_over
+from .._torch_compat import (
+    DisableTorchFunction,
+    graph_task,
+    held_by_torch,
+    is_dtensor,
+    tensors_over,
+)
 from .paged import PagedTensor
 from .unit import Unit
 from .wrapped import Slot, Wrapped
@@ -90,6 +97,8 @@ class Views:
         behind it. Containers are made anew, so a list of the module's own keeps its views."""
         if type(value) is torch.Tensor:
             return self._copied(value)
+        if self._state.shards is not None and is_dtensor(value):
+            return value.clone() if self._state.find(shard_of(value).data_ptr()) >= 0 else value
         if isinstance(value, dict):
             return self._made_anew(value, value.items(), type(value).__setitem__)
         if type(value) is list:

@@ -57,7 +57,7 @@ def _norm_2(tensor: Any, dim: Any, keepdim: Any, out: Any, dtype: torch.dtype | 
         # Scaled elements are rounded, which the sum does not know: as much as one of this dtype is.
         wider = dtype is not None and torch.finfo(dtype).eps < torch.finfo(own).eps
         if wider or own is torch.float16 or 0 < norm < _TINY:
-            return NotImplemented
+            return _refuse_part(shown)
     device = shown.device
     return torch.tensor(norm, dtype=torch.float64, device=device).to(dtype or own)
 

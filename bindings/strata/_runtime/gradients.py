@@ -89,6 +89,11 @@ class Gradients:
             return
         self.sort_out()
         self.refuse_mode(index, "p.grad cannot be set")
+        if self.is_shard(index):
+            raise RuntimeError(
+                f"p.grad of {self.name(index)}, a DTensor, cannot be set: its norm would be that "
+                "of this process's shard. Change it in place (p.grad.mul_(...))"
+            )
         state = self._state
         if isinstance(value, PagedGradient) or hasattr(value, "_strata"):  # of another parameter
             value = value.detach().clone()
@@ -258,7 +263,7 @@ class Gradients:
         self.refuse_mode(index, "its norm cannot be asked for")
         if not self.is_shard(index):
             return self._own_squares(index)
-        if index not in self._totals:
+        if index not in self._totals or index in self._held:  # others may have changed that
             self._learn_totals()
         return self._totals[index]
 
@@ -267,10 +272,10 @@ class Gradients:
         return self._state.shards is not None and index in self._state.shards
 
     def all_squares(self) -> float | None:
-        """Of all gradients together, as step() has them; None: the core knows. All processes that
-        have shards of the model ask. REQUIRES: hand_over()."""
+        """Of all gradients together, as step() has them; None: those of the core count. All
+        processes that have shards of the model ask. REQUIRES: hand_over()."""
         state = self._state
-        if state.shards is None:
+        if state.shards is None or not self.on_step:
             return None
         state.landings.wait()
         state.steps.look_at_gradients()
@@ -285,8 +290,9 @@ class Gradients:
         found = [(0.0, False)] * len(self._state.params)
         for index in filter(self._there, shards.shardings):
             own = self._own_squares(index)
-            if own is None:
-                own = self._held.tensor(index).detach().double().square().sum().item(), False
+            if own is None or (own[1] and self._dtypes[index] is torch.float16):  # rounding tells
+                values = self.open(index).detach().double()
+                own = values.square().sum().item(), False
             found[index] = own
         totals = shards.add_up([squares for squares, _ in found])
         self._totals = {i: (totals[i], found[i][1]) for i in shards.shardings}

@@ -139,7 +139,7 @@ class StrataOptimizer(torch.optim.Optimizer):
             loss_scale or 1.0,
             skips,
             self.max_unit_norm,
-            state.gradients.all_squares() if skips or self._max_grad_norm else None,
+            state.gradients.all_squares(),
         )
         state.steps.note(result)
         if state.planning is None:

@@ -8,13 +8,15 @@ for the parameter's value in all tiers. A `copy_` into a contiguous range goes t
 instead, so that a float32 source is kept exactly.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch import nn
 
+from .._config.sharding import shard_of
 from .._errors import StrataError, with_more
-from .._torch_compat import DisableTorchFunction, graph_task
+from .._torch_compat import DisableTorchFunction, graph_task, is_dtensor
 from .tensor_functions import Function, may_write, name_of, optimizer_advice
 from .visits import Visit
 from .wrapped import Slot, Wrapped
@@ -42,12 +44,6 @@ def run(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
                 slot.state.session.expect_write(slot.index)
             slot.state.hooks.saved.hold_outside(slot.unit)
             computes = recorded[id(slot.state)]
-            if computes and slot.state.shards is not None and slot.index in slot.state.shards:
-                raise RuntimeError(
-                    f"parameter {slot.state.names[slot.index]!r} is a shard of a DTensor outside "
-                    "its module, and the forward of another one computes with it: use it in the "
-                    "forward of the module that has it"
-                )
             slot.state.enter(slot.unit, visit, backward, recorded=computes, exact=not computes)
             entered.append(slot)
             slot.state.hooks.saved.push_outside()
@@ -56,6 +52,8 @@ def run(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # 2. Run.
         with DisableTorchFunction():
             versions = [t._version for t in paged]
+            if not may_write(func, kwargs):
+                args, kwargs = _spread(args, recorded), _spread(kwargs, recorded)
             result = func(*args, **kwargs)
             # 3. Tell the core what was changed, and mark what may outlive the visit.
             for tensor, version in zip(paged, versions, strict=True):
@@ -88,12 +86,29 @@ def in_step(state: Wrapped, func: Function) -> bool:
 
 def _copied_out(value: Any) -> Any:
     """Arguments with every paged tensor replaced by a copy in ordinary memory."""
+    return _mapped(lambda tensor: tensor.clone(), value)
+
+
+def _spread(value: Any, computes: dict[int, bool]) -> Any:
+    """Arguments with every parameter that is a shard replaced by its DTensor, where its model (by
+    id) computes, as modules find it. REQUIRES: the units are entered."""
+
+    def whole(tensor: Any) -> Any:
+        state, index = tensor._strata.state, tensor._strata.index
+        shards = state.shards if computes[id(state)] and isinstance(tensor, nn.Parameter) else None
+        return tensor if shards is None else shards.whole(index, tensor)
+
+    return _mapped(whole, value)
+
+
+def _mapped(change: Callable[[Any], Any], value: Any) -> Any:
+    """Arguments with every paged tensor changed."""
     if is_paged(value):
-        return value.clone()
+        return change(value)
     if type(value) is tuple or type(value) is list:
-        return type(value)(_copied_out(item) for item in value)
+        return type(value)(_mapped(change, item) for item in value)
     if type(value) is dict:
-        return {key: _copied_out(item) for key, item in value.items()}
+        return {key: _mapped(change, item) for key, item in value.items()}
     return value
 
 
@@ -118,4 +133,7 @@ def _guard(result: Any, units: dict[tuple[int, int], Slot]) -> Any:
     elif isinstance(result, tuple | list):
         for item in result:
             _guard(item, units)
+    elif isinstance(result, torch.Tensor) and is_dtensor(result):  # a view of one cannot be paged
+        shard = shard_of(result).data_ptr()
+        return result.clone() if any(of.state.find(shard) >= 0 for of in units.values()) else result
     return result

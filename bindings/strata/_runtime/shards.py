@@ -45,6 +45,13 @@ class Shards:
             for name, parameter in module._parameters.items():
                 if (index := index_of.get(id(parameter))) is not None:
                     self._places[index].append((module._parameters, name))
+        for index, sharding in shardings.items():
+            if sharding.mesh.device_type != state.device.type:
+                raise ValueError(
+                    f"parameter {state.names[index]!r} is a DTensor of a mesh of "
+                    f"{sharding.mesh.device_type!r}, and strata computes on {state.device}: pass "
+                    "device=, or make the mesh for that"
+                )
         # By mesh and dimension, in an order that all processes have: who adds up along it.
         self._groups: list[tuple[DeviceMesh, int, Collectives]] = []
         for mesh in dict.fromkeys(sharding.mesh for sharding in shardings.values()):
@@ -66,6 +73,11 @@ class Shards:
         """Whether `found` stands for the parameter where its module looks."""
         return found is not None and self._shown.get(index) is found
 
+    def whole(self, index: int, parameter: torch.Tensor) -> torch.Tensor:
+        """The DTensor of a parameter that is a shard; another one is whole."""
+        sharding = self.shardings.get(index)
+        return parameter if sharding is None else sharding.whole(parameter)
+
     def show(self, indices: Iterable[int]) -> None:
         """From here on modules find DTensors. REQUIRES: these parameters are plain ones."""
         for index in indices:
@@ -81,9 +93,10 @@ class Shards:
     def hide(self, indices: Iterable[int]) -> None:
         """They find the shards. The second time it does nothing."""
         for index in indices:
-            if self._shown.pop(index, None) is not None:
+            if index in self._shown:
                 for parameters, name in self._places[index]:
                     parameters[name] = self._state.params[index]
+                self._shown.pop(index, None)  # last: an interrupt may come ahead of it
 
     def hollow(self) -> None:
         """The caller's DTensors give up their memory: the values are in pages."""

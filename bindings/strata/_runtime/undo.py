@@ -110,6 +110,8 @@ class _Parameter:
         if type(parameter) is not self._class:
             parameter.__class__ = nn.Parameter
             torch.utils.swap_tensors(parameter, nn.Parameter(self._data, self._trains))
+        elif parameter.grad is not self._grad:
+            parameter.grad = self._grad
         _refill(vars(parameter), self._own)
 
 

@@ -18,6 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
+from .._config.choices import INIT
 from .._errors import listed
 from .._runtime.ready_codes import ReadyCodes
 from . import initialise
@@ -33,9 +34,6 @@ INDEX_NAME = "model.safetensors.index.json"
 # there are none.
 NAMES = (INDEX_NAME, "model.safetensors")
 TORCH_NAMES = ("pytorch_model.bin.index.json", "pytorch_model.bin")
-INIT = (
-    "init"  # in the place of a path: the modules' own initialisers; a folder of that name: ./init
-)
 
 
 def load(

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from .._torch_compat import is_nf4
+from .._torch_compat import is_dtensor, is_nf4
 from .products import SHORT
 from .request import Request, autocasts, check_range
 
@@ -301,7 +301,7 @@ def why_not(module: nn.Module) -> str:
     for name, parameter in module.named_parameters():
         if is_nf4(parameter):
             return f"its {name} is an NF4Tensor, which is not cut into rows"
-        if type(parameter).__name__ == "DTensor":
+        if is_dtensor(parameter):
             return f"its {name} is a DTensor, which is cut already"
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
             return f"its {name} has hooks, which tiles would not call"
