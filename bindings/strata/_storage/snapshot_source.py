@@ -33,9 +33,10 @@ from .snapshot_chunks import check_chunks, cuts_of, roles_of
 from .snapshot_elements import SLICE_ELEMENTS, Chunk, Elements, Form, slices
 from .snapshot_files import FORMATS, check_drives, drives_by_rank
 from .snapshot_form import unsound
-from .snapshot_gradients import Pages, SavedGradients, upgrade
+from .snapshot_gradients import Pages, SavedGradients
 from .snapshot_machines import readers_of
 from .snapshot_pages import page_memory, saved_pages
+from .snapshot_upgrade import upgrade
 from .stored import StoredTensor, stored_tensors
 from .together import Together, owned
 
