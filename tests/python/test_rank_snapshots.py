@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rank_server import Ranks
+from rank_server import Outcome, Ranks
 from strata._cli import main as cli
 from strata._storage.checkpoint_files import read_manifest
-from strata._storage.snapshot_files import LINKS
+from strata._storage.snapshot_files import GRAD, LINKS, drives_by_rank
 from strata._storage.snapshot_series import snapshots_of
 from test_rank_saves import each
 from test_ranks import CASES, HOME, same
@@ -196,12 +196,42 @@ def test_an_accumulation_goes_on_under_any_number_of_ranks(
     assert same(ranks.run("rank_snapshots.goes_on_halfway", 1, series=again, **ssd)) == same(one)
 
 
-def test_ranks_of_several_machines_take_none_in_the_middle(ranks: Ranks, tmp_path: Path) -> None:
-    drive, series = on_drive(tmp_path / "drive"), str(tmp_path / "s")
-    run = ranks.start("rank_snapshots.takes_halfway", "ab", series=series, where="middle", **drive)
-    first, second = run.wait()  # which may come when the first has ended
-    assert first.code == second.code == 1
-    assert "those of several machines are not kept: take the snapshot" in first.output
+def damage(folder: Path, role: str) -> None:
+    """The first page of that role that rank 1 has."""
+    manifest = read_manifest(folder)
+    (drive,) = drives_by_rank(manifest)[1]
+    chunk = next(c for c in manifest["chunks"] if c["rank"] == 1 and c[role] is not None)
+    slot = chunk[role][2][0][0]
+    with Path(drive["folder"], drive["file"]).open("r+b") as file:
+        file.seek(slot * manifest["page_bytes"])
+        file.write(b"\xff" * 64)
+
+
+def ranks_that_read(outcomes: list[Outcome]) -> list[int]:
+    """Those that have found the damage. All others say so of one of them."""
+    found = []
+    for rank, outcome in enumerate(outcomes):
+        assert outcome.code == 1, outcome.output
+        last = outcome.output.splitlines()[-1]
+        if "reading slot" in last and "failed on rank" not in last:
+            found.append(rank)
+        else:
+            assert re.search(r"strata.load\(\) failed on rank \d", last), outcome.output
+    return found
+
+
+@pytest.mark.parametrize("role", [GRAD, thorough("param")])
+def test_a_page_that_one_rank_cannot_read_ends_the_load_of_all(
+    ranks: Ranks, tmp_path: Path, ssd: dict[str, Any], role: str
+) -> None:
+    """Others wait for what it lands, or are asked how far they have come."""
+    series = tmp_path / "run"
+    takes = "rank_snapshots.takes_halfway"
+    ranks.run(takes, 2, series=str(series), where="middle", **ssd)
+    damage(series / "step-000002", role)
+    other = ssd | {"page_size": "128KiB"}  # so that values are read, too
+    run = ranks.start("rank_snapshots.goes_on_halfway", 2, series=str(series), **other)
+    assert len(ranks_that_read(run.wait())) == 1
 
 
 def test_the_call_waits_for_nobody(ranks: Ranks, tmp_path: Path, ssd: dict[str, Any]) -> None:
