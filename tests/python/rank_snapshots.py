@@ -1,5 +1,6 @@
-"""What ranks do in tests/python/test_rank_snapshots.py: each function runs in every rank of a run,
-and in a process that is alone."""
+"""What ranks do in tests of their snapshots, of one machine (test_rank_snapshots.py) and of several
+(test_machine_snapshots.py): each function runs in every rank of a run, and in a process that is
+alone."""
 
 from __future__ import annotations
 
@@ -18,8 +19,10 @@ from rank_loops import Rank, batches_of, hash_of, make_model, options_of, train,
 from rank_saves import STEPS, Kinds, loads
 from strata._runtime.wrapped import wrapped
 from strata._storage import snapshot_writer
+from strata._storage.checkpoint_files import read_manifest, write_manifest
 from strata._storage.snapshot_links import Links
 from strata._storage.snapshot_machines import Copies
+from strata._storage.together import Together
 from torch import nn
 
 SERIES_S = 20.0  # in which a snapshot of a tiny model is complete
@@ -181,23 +184,56 @@ def _accumulates(run: Rank, model: nn.Module, half: int) -> None:
 
 
 def takes_halfway(run: Rank, series: str, where: str, **options: Any) -> str:
-    """A snapshot in the middle of an accumulation, or behind clip_grad_norm_()."""
+    """A snapshot in the middle of an accumulation, or behind clip_grad_norm_(); or, "clips" and
+    "nowhere", none."""
     model, optimizer = start(run, make_model(), **options)
+    handle = None
     if where == "queued":  # behind one that is still to be captured
         strata.snapshot(model, f"{series}-ahead")
     _accumulates(run, model, 0)
     time.sleep(0.3 * run.rank)  # the others are in the next backward by then
-    if where != "clipped":
+    if where in ("middle", "queued"):
         handle = strata.snapshot(model, series, extra={"where": "middle"})
     _accumulates(run, model, 1)
-    if where == "clipped":
+    if where in ("clipped", "clips"):
         nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+    if where == "clipped":
         handle = strata.snapshot(model, series, extra={"where": where})
     optimizer.step()
     optimizer.zero_grad()
     train(run, model, optimizer, 1, first=STEPS + 2)
-    handle.wait(SERIES_S)
+    if handle is not None:
+        handle.wait(SERIES_S)
     return hash_of(model)
+
+
+def takes_waiting(run: Rank, series: str, **options: Any) -> None:
+    """One in the middle of an accumulation, whose gradients become those of an earlier step that
+    wait for their update, as LockFree may leave them."""
+    model, _ = start(run, make_model(), **options)
+    _accumulates(run, model, 0)
+    folder = strata.snapshot(model, series, extra={"where": "middle"}).wait(SERIES_S)
+    manifest = read_manifest(folder)
+    for held in (held for chunk in manifest["chunks"] for held in chunk["runs"]):
+        held[5] = [0, held[4] + 1, 0.5]
+    groups = wrapped(model).optimizer.group_specs()  # type: ignore[attr-defined]
+    manifest["gradients"] |= {"params": [], "groups": groups}
+    write_manifest(folder, manifest)
+
+
+def passes_on(run: Rank, series: str, **options: Any) -> int:
+    """Loads one. How often a rank reads something for all."""
+    model, _ = wrap(run, make_model(), **options_of(run, options))
+    pass_on, count = Together.pass_on, 0
+
+    def counted(*given: Any) -> None:
+        nonlocal count
+        count += 1
+        pass_on(*given)
+
+    Together.pass_on = counted  # type: ignore[method-assign]
+    strata.load(model, series)
+    return count
 
 
 def goes_on_halfway(run: Rank, series: str, again: str = "", **options: Any) -> str:

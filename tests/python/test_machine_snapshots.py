@@ -15,7 +15,7 @@ from strata._storage.checkpoint_files import read_manifest
 from strata._storage.snapshot_files import FORMAT, LINKS
 from strata._storage.snapshot_series import snapshots_of
 from test_rank_saves import each
-from test_rank_snapshots import (
+from test_rank_snapshot_ends import (
     STEPS,
     chosen_for,
     kill_at_any_moment,

@@ -122,10 +122,9 @@ def snapshot(
 
     Raises:
         StrataError: Where the budget of the SSD has no such room, with what would do; where there
-            is no SSD; of several machines behind a backward; between a backward and step() with
-            update="in_backward", where some parameters are updated and others are not; what an
-            earlier snapshot failed with (several ranks say that in the log); and from then on where
-            pages could not be made durable.
+            is no SSD; between a backward and step() with update="in_backward", where some
+            parameters are updated and others are not; what an earlier snapshot failed with (several
+            ranks say that in the log); and from then on where pages could not be made durable.
         CheckpointError: `path` is a file, or the folder of a checkpoint. By the handle's wait():
             another rank has failed, or did not call, or gave another path or `keep`.
         TypeError: `keep` is no whole number, or `extra` holds what cannot be kept.

@@ -1,9 +1,8 @@
 """Gradients of a snapshot that was taken in the middle of a step, and the steps of its runs.
 
-    upgrade(manifest)                           # of an older format: as one of this is
     gradients = SavedGradients(manifest, state, source)         # raises CheckpointError
     gradients.apply(chunk, pages, run)          # an update that was still to come, on what was read
-    gradients.restore()                         # behind all values: they land again
+    gradients.restore(together)                 # behind all values: they land again
 
 What had landed lands again, as one gradient of each parameter, and what was known of it (how often,
 its norm, what it was scaled with) is told to the core. Of several ranks each lands what it owns,
@@ -22,12 +21,12 @@ from .._config.choices import DTYPES
 from .._config.managed import DTYPE_NAMES
 from .._core import update_span
 from .._runtime.wrapped import Wrapped
-from .checkpoint import within
 from .checkpoint_files import CheckpointError
 from .snapshot_elements import Page
-from .snapshot_files import FORMAT, GRAD, ROLES
+from .snapshot_files import GRAD, ROLES
+from .snapshot_gradient_pages import GradientPages, PageReader, Piece
 from .stored import StoredTensor
-from .together import owned
+from .together import Together
 
 if TYPE_CHECKING:
     from .._core import DtypeName
@@ -35,60 +34,18 @@ if TYPE_CHECKING:
 NONE, LANDED, MERGED = 0, 1, 2  # kinds of runs; a waiting one is a list
 SCALINGS_MAX = 3
 ADDRESSES = ("param", "master", "moment1", "moment2")  # of roles, as update_span() calls them
-CACHED_PAGES = 2
 
 Chunk = dict[str, Any]
 Pages = dict[int, torch.Tensor]
 
 
-class PageReader(Protocol):
-    """Reads pages of a snapshot that is loaded."""
+class SnapshotReader(PageReader, Protocol):
+    """Reads a snapshot that is loaded."""
 
     tensors: list[StoredTensor]
 
-    def pages_of(self, slots: list[int], rank: int) -> Pages:
-        """Those slots of a rank's, read and verified."""
-
     def scales(self, chunk: Chunk, page: Page, moment: int, at: int, count: int) -> torch.Tensor:
         """As Elements has them."""
-
-
-def upgrade(manifest: dict[str, Any]) -> None:
-    """Gives a manifest of an older format what this one has. Raises as it contradicts itself."""
-    if isinstance(manifest["scales"], list):
-        _place_scales(manifest)
-    for chunk in manifest["chunks"]:
-        chunk.setdefault("scale_page", None)
-    if manifest["snapshot"] == 1:
-        _upgrade_runs(manifest)
-    if manifest["gradients"] is not None:
-        manifest["gradients"].setdefault("divisor", 1)
-
-
-def _place_scales(manifest: dict[str, Any]) -> None:
-    """Of format 2: each chunk says in which page its scales are."""
-    pages, size = manifest["scales"], manifest["page_bytes"]
-    if size <= 0:
-        raise ValueError(f"pages of {size} bytes")
-    for chunk in manifest["chunks"]:
-        places = [divmod(first, size) for first in chunk["scales"]]
-        if not places:
-            continue
-        page = places[0][0]
-        if page < 0 or any(other != page for other, _ in places):
-            raise ValueError("scales of a chunk lie in two pages")
-        chunk |= {"scale_page": pages[page], "scales": [first for _, first in places]}
-    manifest["scales"] = None
-
-
-def _upgrade_runs(manifest: dict[str, Any]) -> None:
-    """Of format 1."""
-    steps = [entry["step"] for entry in manifest["params"]]
-    for chunk in manifest["chunks"]:
-        for run in chunk["runs"]:
-            run += [steps[manifest["parts"][run[0]][0]], NONE]
-        chunk[GRAD] = None
-    manifest |= {"snapshot": FORMAT, "gradients": None, "zeros": []}
 
 
 def divisor(state: Wrapped) -> int:
@@ -103,17 +60,21 @@ def waits(run: list[Any]) -> bool:
     return run[5] not in (NONE, LANDED, MERGED)
 
 
+def waiting_slots(chunk: Chunk) -> list[int]:
+    """Of the pages of gradients that apply() uses."""
+    return [page[0] for run in filter(waits, chunk["runs"]) for page in _gradient_pages(chunk, run)]
+
+
 class SavedGradients:
     """See above."""
 
-    def __init__(self, manifest: dict[str, Any], state: Wrapped, source: PageReader) -> None:
+    def __init__(self, manifest: dict[str, Any], state: Wrapped, source: SnapshotReader) -> None:
         """Raises CheckpointError, KeyError, TypeError, ValueError or IndexError where the manifest
         contradicts its format, and CheckpointError where the session cannot have its gradients."""
         self._manifest = manifest
         self._state = state
         self._source = source
         self._saved = manifest["gradients"]
-        self._cache: dict[tuple[int, int], torch.Tensor] = {}  # by rank and slot
         zeros = manifest["zeros"]
         parts = len(manifest["parts"])
         if not isinstance(zeros, list) or not all(_is_place(z, parts) for z in zeros):
@@ -161,10 +122,9 @@ class SavedGradients:
             return
         if self._saved is None or chunk[GRAD] is None:
             raise ValueError("a gradient without pages")
-        _, _, count, at, *_ = run
-        per_page, begin, pages = chunk[GRAD]
+        per_page, begin, _ = chunk[GRAD]
         dtype = self._dtype(run)
-        used = pages[at // per_page : -(-(at + count) // per_page)]
+        used = _gradient_pages(chunk, run)
         missing = not used or any(page is None for page in used)
         if (
             type(begin) is not int
@@ -181,12 +141,12 @@ class SavedGradients:
             raise ValueError("hyperparameters of a waiting gradient")
 
     def _refuse_what_cannot_be(self, landed: set[int], merged: bool) -> None:
-        config, ranks = self._state.config, self._state.ranks
-        if ranks is not None and (ranks.machines or merged):
-            who = "ranks of several machines" if ranks.machines else "ranks, where updates lagged,"
+        config = self._state.config
+        if self._state.ranks is not None and merged:
             raise CheckpointError(
-                f"this snapshot was taken in the middle of an accumulation, which {who} cannot go "
-                "on with: load it in one process, and take another behind step()"
+                "this snapshot was taken in the middle of an accumulation while updates lagged, "
+                "which several ranks cannot go on with: load it in one process, and take another "
+                "behind step()"
             )
         if config["update"] == "in_backward":
             raise CheckpointError(
@@ -234,11 +194,13 @@ class SavedGradients:
     # While values are loaded ----------------------------------------------------------------------
 
     def apply(self, chunk: Chunk, pages: Pages, run: list[Any]) -> None:
-        """Updates what was read of a run, where that was still to come."""
+        """Updates what was read of a run, where that was still to come. `pages`: with those of
+        waiting_slots()."""
         part, first, count, at, _, kind = run
         if not waits(run):
             return
         number, step, scale = kind
+        dtype = self._dtype(run)
         entry, group = self._entry(part), self._saved["groups"][number]
         _fill_zeros(chunk, pages, self._page_bytes)
         size = min(chunk[role][0] for role in (*ROLES, GRAD) if chunk[role] is not None)
@@ -257,14 +219,13 @@ class SavedGradients:
             for i, name in enumerate(("scales1", "scales2")[: len(chunk["scales"])]):
                 scales = self._source.scales(chunk, pages.__getitem__, i, begin, length)
                 addresses[name] = scales.data_ptr()
-            gradient = self._gradient(chunk, begin, length, self._dtype(run))
             update_span(
                 group=group,
                 dtype=entry["dtype"],
-                grad_dtype=DTYPE_NAMES[gradient.dtype],
+                grad_dtype=DTYPE_NAMES[dtype],
                 count=length,
                 **({"master": 0, "moment1": 0, "moment2": 0} | addresses),
-                grad=gradient.data_ptr(),
+                grad=_place(chunk, pages, GRAD, begin, dtype.itemsize).data_ptr(),
                 step=step,
                 grad_scale=scale,
                 threads=1,
@@ -275,32 +236,19 @@ class SavedGradients:
             )
             done += length
 
-    def _gradient(self, chunk: Chunk, at: int, count: int, dtype: torch.dtype) -> torch.Tensor:
-        """Elements of the chunk's gradient, from `at` on: as many of `count` as lie in one page."""
-        per_page, begin, pages = chunk[GRAD]
-        count = min(count, per_page - at % per_page)
-        page = self._page(int(chunk.get("rank", 0)), pages[at // per_page][0])
-        first = begin + at % per_page * dtype.itemsize
-        return page[first : first + count * dtype.itemsize].view(dtype)
-
     @property
     def _factor(self) -> float:
         """Of what is to land: updates of this run divide by another number. Exact where that is as
         many times a power of two."""
         return divisor(self._state) / int(self._saved["divisor"])
 
-    def _page(self, rank: int, slot: int) -> torch.Tensor:
-        if (rank, slot) not in self._cache:
-            while len(self._cache) >= CACHED_PAGES:
-                del self._cache[next(iter(self._cache))]
-            self._cache[rank, slot] = self._source.pages_of([slot], rank)[slot]
-        return self._cache[rank, slot]
-
     # Behind all values ----------------------------------------------------------------------------
 
-    def restore(self) -> None:
+    def restore(self, together: Together) -> None:
         """What is at another step than the rest of its parameter is told so; what had landed lands,
-        one parameter at a time."""
+        one parameter at a time. All ranks call it; see snapshot_gradient_pages.py, Note [All ranks
+        ask alike]."""
+        pages = GradientPages(self._source, together)
         runs: dict[int, list[tuple[Chunk, list[Any]]]] = {}  # by tensor
         for chunk in self._manifest["chunks"]:
             for run in chunk["runs"]:
@@ -308,52 +256,55 @@ class SavedGradients:
         for place, tensor in enumerate(self._source.tensors):
             first = 0
             for part, numel in zip(tensor.parts, tensor.part_numels, strict=True):
-                self._restore_part(part, first, numel, runs.get(place, []))
+                self._restore_part(part, first, numel, runs.get(place, []), pages)
                 first += numel
         self._state.steps.look_at_gradients()
+        pages.check()
         self._take_over_zeros()
 
     def _restore_part(
-        self, part: int, first: int, numel: int, runs: list[tuple[Chunk, list[Any]]]
+        self,
+        part: int,
+        first: int,
+        numel: int,
+        runs: list[tuple[Chunk, list[Any]]],
+        pages: GradientPages,
     ) -> None:
         """`first`: of its elements in the tensor."""
-        mine = []
+        pieces = []
         for chunk, run in runs:
             begin = self._manifest["parts"][run[0]][1] + run[1]
             low, high = max(begin, first), min(begin + run[2], first + numel)
             if low < high:
-                mine.append((chunk, run, low - first, high - low, run[3] + low - begin))
-        if not mine or not self._state.config["params"][part]["trainable"]:
+                at = run[3] + low - begin
+                pieces.append(Piece(chunk, run, low - first, high - low, at))
+        if not pieces or not self._state.config["params"][part]["trainable"]:
             return
-        for _, run, at, count, _ in mine:
+        for piece in pieces:
+            run = piece.run
             step = run[5][1] if waits(run) else run[4]
             if step != self._entry(run[0])["step"]:
-                self._state.session.restore_run(part, at, count, step, False)
-        landed = [piece for piece in mine if piece[1][5] in (LANDED, MERGED)]
+                self._state.session.restore_run(part, piece.first, piece.count, step, False)
+        landed = [piece for piece in pieces if piece.run[5] in (LANDED, MERGED)]
         if not landed:
             return
         spec = self._state.config["params"][part]
         name = "float32" if self._state.config["accumulate"] else spec["dtype"]
         dtype: torch.dtype = getattr(torch, name)
+        owners = self._state.session.owners(part)
         # What others own: added to any value it gives that value, of either zero too.
         values = torch.full((numel,), -0.0, dtype=dtype, device=self._state.device)
-        own = owned(self._state, part, self._state.ranks.rank if self._state.ranks else 0)
-        for begin, length in own:
+        for begin, length in pages.own(owners):
             values[begin : begin + length] = 0.0
-        for chunk, run, at, count, in_chunk in landed:
-            for begin, length in within(own, at, count):
-                done = 0
-                while done < length:
-                    first = in_chunk + begin - at + done
-                    piece = self._gradient(chunk, first, length - done, self._dtype(run))
-                    values[begin + done : begin + done + piece.numel()] = piece
-                    done += piece.numel()
+        for piece in landed:
+            pages.copy(piece, self._dtype(piece.run), owners, values)
         if self._factor != 1:
             values *= self._factor
-        self._land(part, values, {run[0] for _, run, *_ in landed})
-        for _, run, at, count, _ in landed:
-            if run[5] == MERGED:
-                self._state.session.restore_run(part, at, count, run[4], True)
+        self._land(part, values, {piece.run[0] for piece in landed})
+        for piece in landed:
+            if piece.run[5] == MERGED:
+                step = piece.run[4]
+                self._state.session.restore_run(part, piece.first, piece.count, step, True)
 
     def _land(self, part: int, values: torch.Tensor, parts: set[int]) -> None:
         """`parts`: of the snapshot, which the values come from. Where tiles are others, the norm is
@@ -377,6 +328,14 @@ class SavedGradients:
         parts = {p for place in tensors for p in self._source.tensors[place].parts}
         if parts or self._known:
             self._state.gradients.take_over(parts)
+
+
+def _gradient_pages(chunk: Chunk, run: list[Any]) -> list[Any]:
+    """Those that the gradient of a run lies in."""
+    per_page, _, pages = chunk[GRAD]
+    _, _, count, at, *_ = run
+    found: list[Any] = pages[at // per_page : -(-(at + count) // per_page)]
+    return found
 
 
 def _place(chunk: Chunk, pages: Pages, role: str, at: int, size: int) -> torch.Tensor:

@@ -48,9 +48,8 @@ def load(model: nn.Module, path: str | Path, *, progress: Progress | None = None
     before all have. The number of ranks may be another than when it
     was saved. Where it is the same, each gets back its own random states and `extra`; else all get
     those of rank 0. Buffers are rank 0's on all of them. Load ahead of the first backward, or
-    behind step(). Ranks of several machines load none of the middle of an accumulation. Of several
-    machines it is the newest snapshot that all of them have, and what lies on the drive of another
-    machine is sent from there.
+    behind step(). Of several machines it is the newest snapshot that all of them have, and what
+    lies on the drive of another machine is sent from there.
 
     Returns `extra`. Raises CheckpointError, before anything is changed, where there is none that is
     complete, where it is damaged, or of another model, and where another rank fails, which the
@@ -130,7 +129,9 @@ def _load_snapshot(
             for tensor, entry in zip(source.tensors, manifest["params"], strict=True):
                 for place in tensor.parts:
                     state.session.set_param_step(place, entry["step"])
-            source.gradients.restore()
+        # 4. Gradients land, which ranks do together: each has come so far.
+        with together.phase():
+            source.gradients.restore(together)
             for entry in manifest["buffers"]:
                 raw = b"".join(bytes(chunk) for chunk in file.chunks(entry["tensors"][0]))
                 checkpoint.set_buffer(buffers[entry["name"]], raw)

@@ -33,9 +33,10 @@ from .snapshot_chunks import check_chunks, cuts_of, roles_of
 from .snapshot_elements import SLICE_ELEMENTS, Chunk, Elements, Form, slices
 from .snapshot_files import FORMATS, check_drives, drives_by_rank
 from .snapshot_form import unsound
-from .snapshot_gradients import Pages, SavedGradients, upgrade
+from .snapshot_gradients import Pages, SavedGradients, waiting_slots
 from .snapshot_machines import readers_of
 from .snapshot_pages import page_memory, saved_pages
+from .snapshot_upgrade import upgrade
 from .stored import StoredTensor, stored_tensors
 from .together import Together, owned
 
@@ -158,12 +159,10 @@ class Source:
         self, batch: list[Chunk], reading: Future[tuple[torch.Tensor, Pages]], together: Together
     ) -> tuple[torch.Tensor, Pages]:
         """As _read(), whose result it is, also where another rank has read."""
-        reader = self._readers.get(_rank_of(batch))
-        if reader is None:
-            return reading.result()
         failed = reading.exception()
         memory, pages = reading.result() if failed is None else (torch.empty(0), Pages())
-        together.pass_on(memory[: len(pages) * self._page_bytes], reader, failed)
+        size = len(pages) * self._page_bytes
+        _pass_on(memory[:size], self._readers.get(_rank_of(batch)), failed, together)
         return memory, pages
 
     def _restore_batch(
@@ -204,9 +203,20 @@ class Source:
             memory = page_memory(size)
         return memory, self._read_to(slots, memory, rank)
 
-    def pages_of(self, slots: list[int], rank: int) -> Pages:
-        """Those slots of a rank's, read and verified."""
-        return self._read_to(slots, page_memory(len(slots) * self._page_bytes), rank)
+    def reader_for(self, users: set[int], rank: int) -> int | None:
+        """The rank that reads for all what a rank had and these use; None: each for itself."""
+        reader = self._readers.get(rank)
+        return None if users == {reader} else reader
+
+    def page(self, slot: int, rank: int, reader: int | None, together: Together) -> torch.Tensor:
+        """A page that a rank had, read and verified. All ranks call it, where one reads for all."""
+        memory, failed = page_memory(self._page_bytes), None
+        try:
+            self._read_to([slot], memory, rank)
+        except BaseException as error:
+            failed = error
+        _pass_on(memory, reader, failed, together)
+        return memory
 
     def _read_to(self, slots: list[int], memory: torch.Tensor, rank: int) -> Pages:
         """The memory's pages. `rank`: whose they were; what another one reads comes later."""
@@ -292,6 +302,17 @@ def _owned(state: Wrapped) -> list[list[tuple[int, int]]]:
     return found
 
 
+def _pass_on(
+    memory: torch.Tensor, reader: int | None, failed: BaseException | None, together: Together
+) -> None:
+    """What this rank has read stays, or becomes what the one that reads for all has. Raises
+    `failed`, which this rank's reading did."""
+    if reader is not None:
+        together.pass_on(memory, reader, failed)
+    elif failed is not None:
+        raise failed
+
+
 def _rank_of(batch: list[Chunk]) -> int:
     """The one that had its pages."""
     return int(batch[0].get("rank", 0))
@@ -302,9 +323,9 @@ def _state_slots(chunk: Chunk) -> list[int]:
 
 
 def _slots(chunk: Chunk) -> list[int]:
-    """Of the pages that its values are in, with scales."""
+    """Of the pages that its values are in, with scales, and gradients that were to update them."""
     scales = chunk["scale_page"]
-    return _state_slots(chunk) + ([] if scales is None else [scales[0]])
+    return _state_slots(chunk) + ([] if scales is None else [scales[0]]) + waiting_slots(chunk)
 
 
 def _split(tensor: StoredTensor, first: int, count: int) -> Iterator[_Run]:
