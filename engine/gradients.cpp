@@ -110,7 +110,7 @@ bool Gradients::look(Lock& lock) {
 GradientSums::Look Gradients::stop_adding(Lock& lock) {
   refuse_behind_end();
   const bool none = !sums_ || !any() || base_.config.update != UpdateMode::on_step;
-  if (none || any_landing() || !base_.config.machines.empty()) return nullptr;
+  if (none || any_landing()) return nullptr;
   const BetweenSteps::StepCall call(between_, lock);
   return meet_others(lock, kHold);
 }
