@@ -172,7 +172,8 @@ void bind_activations(SessionClass& session) {
 
 void bind_ranks(SessionClass& session) {
   session.def("begin_window", &Session::begin_window, WithoutGil())
-      .def("look_at_gradients", &Session::look_at_gradients, WithoutGil())
+      .def("look_at_gradients", &Session::look_at_gradients, py::arg("wanted") = false,
+           WithoutGil())
       .def("leave_ranks", &Session::leave_ranks, py::arg("gives_up"), WithoutGil())
       .def("awaited_rank", &Session::awaited_rank, WithoutGil())
       .def("silent_ranks", &Session::silent_ranks, WithoutGil())

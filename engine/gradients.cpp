@@ -100,8 +100,9 @@ void Gradients::agree(Lock& lock, std::uint64_t asked) {
   take_sums();
 }
 
-bool Gradients::look(Lock& lock) {
-  if (!sums_ || sums_->looked() || base_.config.update != UpdateMode::on_step) return false;
+bool Gradients::look(Lock& lock, bool wanted) {
+  if (!sums_ || base_.config.update != UpdateMode::on_step) return false;
+  if (sums_->looked() && !wanted) return false;
   const BetweenSteps::StepCall call(between_, lock);
   const GradientSums::Look look = meet_others(lock, kLook);
   return true;

@@ -46,8 +46,8 @@ class Gradients final {
   void agree(Lock& lock, std::uint64_t asked) STRATA_REQUIRES(core_lock);
   // Of several ranks: waits until what has landed of all so far is added up, so that its norms are
   // known and it can be scaled. All ranks do so, as often in a step. False: nothing has landed here
-  // since the last time, or gradients may be used at any time.
-  bool look(Lock& lock) STRATA_REQUIRES(core_lock);
+  // since the last time, unless it is `wanted` all the same, or gradients may be used at any time.
+  bool look(Lock& lock, bool wanted = false) STRATA_REQUIRES(core_lock);
   // Of several ranks: nothing has landed here since they added up.
   bool looked() const { return !sums_ || sums_->looked(); }
   // Likewise, where there are gradients: all of them do so, and while this lives nothing is added.

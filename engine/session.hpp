@@ -141,9 +141,9 @@ class Session final {
     Gate::Call in(gate_);
     core_->gradients.begin_window();
   }
-  bool look_at_gradients() {
+  bool look_at_gradients(bool wanted = false) {
     Gate::Call in(gate_);
-    return core_->gradients.look(in.lock());
+    return core_->gradients.look(in.lock(), wanted);
   }
   // `from` may be kept until the gradient has been used, and is given back by whatever thread comes
   // to it.

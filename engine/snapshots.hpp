@@ -21,7 +21,7 @@
 // model.
 //
 // Note [Snapshots of ranks]
-// Each rank of a machine captures the chunks that it owns, and knows nothing of the others': that
+// Each rank captures the chunks that it owns, and knows nothing of the others': that
 // their snapshots are all of one step, and of one commit, is the callers' affair. Gradients of
 // ranks are on their way to their owners between two steps: where there are any, a snapshot begins
 // while all ranks have stopped to add them up, and what a rank keeps are the sums that it owns.
@@ -102,7 +102,7 @@ class Snapshots final {
   void want(std::uint32_t keep);
   // Of now; where another is being captured, it begins at that one's end. Throws StrataError: as
   // want() does; busy where a gradient is landing, or the gradients that have landed since the last
-  // step are being used; of several ranks where any have.
+  // step are being used; of several ranks where updates may lag and any have.
   std::uint64_t begin(std::uint32_t keep);
   // The number of the last one; 0: there was none.
   std::uint64_t begun() const { return last_; }

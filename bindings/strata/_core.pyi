@@ -212,10 +212,10 @@ class Session:
     # Of one of several ranks (see engine/ranks).
     def begin_window(self) -> None:
         """What lands from here on is of another backward."""
-    def look_at_gradients(self) -> bool:
+    def look_at_gradients(self, wanted: bool = False) -> bool:
         """Waits until what has landed of all ranks is added up. All of them do so, as often in a
         step; drop_gradient() and drop_gradients() do as well. False: nothing has landed here since
-        the last time."""
+        the last time, and it was not `wanted` all the same."""
     def leave_ranks(self, gives_up: bool) -> None:
         """Makes no more steps, and stays until the others need nothing of this rank any more.
         `gives_up`: ahead of the end of the training; the others are told, and raise StrataError."""

@@ -20,6 +20,7 @@ from rank_server import Ranks
         {"kind": "tied", "clip": 0.5, "rule": "sgd"},
         {"kind": "frozen", "rule": "adagrad"},
         {"kind": "checkpoint"},
+        {"kind": "outside", "rule": "sgd"},
         {"ssd_path": "own", "memory": {"device": "2MiB", "host": "4MiB", "ssd": "1GiB"}},
     ],
     ids=lambda options: " ".join(f"{k}={v}" for k, v in options.items()) or "plain",
@@ -32,7 +33,7 @@ def test_shards_train_as_dtensors_do(ranks: Ranks, options: dict[str, Any]) -> N
         # The model is the caller's again, and its parameters are the same objects.
         assert of["back"] == 0
         more = 6 * options.get("sequence", False) + (options.get("kind") == "tied")
-        assert of["dtensors"] == 13 + more
+        assert of["dtensors"] == 14 + more
         assert of["same_objects"]
         assert of["hollow"]  # meanwhile they had no memory
         assert of["answers"] == 0
@@ -47,7 +48,15 @@ def test_norms_are_of_the_whole(ranks: Ranks, inside: bool) -> None:
     assert all(off < 1e-5 for of in found for off in of["norms"])
 
 
-@pytest.mark.parametrize("options", [{"clip": 0.5}, {"update": "in_backward"}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"clip": 0.5},
+        {"clip": 0.5, "idle": True, "rank_gradients": "sum"},
+        {"update": "in_backward"},
+    ],
+    ids=str,
+)
 def test_a_mesh_of_two_dimensions_trains_copies(ranks: Ranks, options: dict[str, Any]) -> None:
     for distance in ranks.run("rank_shards.trains_in_groups", 4, **options):
         assert distance < 1e-5
@@ -69,6 +78,10 @@ def test_files_of_whole_parameters_are_cut(ranks: Ranks) -> None:
 
 def test_all_leave_out_what_is_not_finite_in_one(ranks: Ranks) -> None:
     assert ranks.run("rank_shards.skips", 2) == [[0.0, False]] * 2
+
+
+def test_norms_of_gradients_that_are_kept_are_of_now(ranks: Ranks) -> None:
+    assert ranks.run("rank_shards.keeps_gradients", 2) == [[True] * 3] * 2
 
 
 def test_all_scale_by_the_same_norm(ranks: Ranks) -> None:

@@ -235,7 +235,7 @@ def _holds_together(
     """
     if any(_is_block_list(m) for m in module.modules()):
         return False
-    return sum(p.nbytes for p in direct) * OWN_SHARE >= sum(p.nbytes for p in everything)
+    return _bytes(direct) * OWN_SHARE >= _bytes(everything)
 
 
 def _is_block_list(module: nn.Module) -> bool:

@@ -82,6 +82,10 @@ class Frames:
             return True
         return bool(self.mine()) and _in_module()  # frames may be left from an exception
 
+    def in_forward(self) -> bool:
+        """Whether the forward of any module, or a backward, is running now on this thread."""
+        return graph_task() != -1 or _in_module()
+
     def make_plain(self, frame: Frame) -> None:
         """REQUIRES: the units of the frame are entered."""
         for unit in frame.hook.units:

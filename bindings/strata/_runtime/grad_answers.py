@@ -228,6 +228,8 @@ def _unscale(self: Any, found_inf: torch.Tensor, inv_scale: torch.Tensor) -> Non
             if not finite:
                 found_inf.fill_(1.0)
             continue
+        if finite is False:  # of a shard: the infinity may be another process's
+            found_inf.fill_(1.0)
         values = shown.open()
         check_and_unscale([values], found_inf, inv_scale)
         shown.close(values, changed=True)

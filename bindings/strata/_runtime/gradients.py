@@ -278,10 +278,14 @@ class Gradients:
         if state.shards is None or not self.on_step:
             return None
         state.landings.wait()
-        state.steps.look_at_gradients()
+        state.steps.look_at_gradients(wanted=True)
         squares = state.session.gradient_squares
         own = [squares(i)[0] if n else 0.0 for i, n in enumerate(state.steps.landed)]
-        return sum(state.shards.add_up(own))
+        return state.shards.agreed(sum(state.shards.add_up(own)))
+
+    def forget_totals(self) -> None:
+        """The squares of shards are asked for anew."""
+        self._totals.clear()
 
     def _learn_totals(self) -> None:
         """Of all shards at once."""
@@ -352,6 +356,7 @@ class Gradients:
 
     def _replace(self, index: int, values: torch.Tensor) -> None:
         """Has the core take these values for the gradient."""
+        self._totals.pop(index, None)
         state = self._state
         source = values.detach().to(state.device, self._dtypes[index]).contiguous()
         state.landings.wait()

@@ -52,8 +52,9 @@ def run(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # 2. Run.
         with DisableTorchFunction():
             versions = [t._version for t in paged]
-            if not may_write(func, kwargs):
-                args, kwargs = _spread(args, recorded), _spread(kwargs, recorded)
+            spreads = any(slot.state.shards is not None for slot in units.values())
+            if spreads and not may_write(func, kwargs):
+                args, kwargs = _spread(args), _spread(kwargs)
             result = func(*args, **kwargs)
             # 3. Tell the core what was changed, and mark what may outlive the visit.
             for tensor, version in zip(paged, versions, strict=True):
@@ -89,14 +90,15 @@ def _copied_out(value: Any) -> Any:
     return _mapped(lambda tensor: tensor.clone(), value)
 
 
-def _spread(value: Any, computes: dict[int, bool]) -> Any:
-    """Arguments with every parameter that is a shard replaced by its DTensor, where its model (by
-    id) computes, as modules find it. REQUIRES: the units are entered."""
+def _spread(value: Any) -> Any:
+    """Arguments with every parameter that is a shard replaced by its DTensor, where a forward or a
+    backward uses it, as modules find it. REQUIRES: the units are entered."""
 
     def whole(tensor: Any) -> Any:
         state, index = tensor._strata.state, tensor._strata.index
-        shards = state.shards if computes[id(state)] and isinstance(tensor, nn.Parameter) else None
-        return tensor if shards is None else shards.whole(index, tensor)
+        if state.shards is None or not isinstance(tensor, nn.Parameter):
+            return tensor
+        return state.shards.whole(index, tensor) if state.hooks.frames.in_forward() else tensor
 
     return _mapped(whole, value)
 
@@ -122,8 +124,8 @@ def paged_in(value: Any) -> Iterator[Any]:
 
 
 def _guard(result: Any, units: dict[tuple[int, int], Slot]) -> Any:
-    """Makes paged tensors of those results that are views of a parameter. See Note [Aliases] of
-    paged.py."""
+    """Makes paged tensors of those results that are views of a parameter, and copies of those that
+    are DTensors. See Note [Aliases] of paged.py."""
     if type(result) is torch.Tensor:
         for other in units.values():
             state = other.state
@@ -131,9 +133,10 @@ def _guard(result: Any, units: dict[tuple[int, int], Slot]) -> Any:
             if index >= 0:
                 state.views.mark(result, index)
     elif isinstance(result, tuple | list):
-        for item in result:
-            _guard(item, units)
-    elif isinstance(result, torch.Tensor) and is_dtensor(result):  # a view of one cannot be paged
+        items = [_guard(item, units) for item in result]
+        if any(a is not b for a, b in zip(items, result, strict=True)):
+            return type(result)(items)
+    elif isinstance(result, torch.Tensor) and is_dtensor(result):
         shard = shard_of(result).data_ptr()
         return result.clone() if any(of.state.find(shard) >= 0 for of in units.values()) else result
     return result

@@ -13,6 +13,7 @@ What all have whole (Replicate, and plain parameters) counts once.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -102,6 +103,15 @@ class Shards:
         """The caller's DTensors give up their memory: the values are in pages."""
         for dtensor in self.dtensors.values():
             hollow(dtensor)
+
+    def agreed(self, number: float) -> float:
+        """One that is not finite, where any process of the meshes has such a one; else the largest:
+        what all have whole may differ, if only by a hook of somebody's."""
+        for _, _, calls in self._groups:
+            with naming_lost(None, when=""):
+                found = calls.gather(torch.tensor([number], dtype=torch.float64))
+            number = max(map(float, found), key=lambda of: (not math.isfinite(of), of))
+        return number
 
     def add_up(self, squares: Sequence[float]) -> list[float]:
         """What all processes of the meshes have together, of what this one has of each parameter.

@@ -122,14 +122,15 @@ class Steps:
         session = self._state.session
         self._state.landings.put(lambda _: session.begin_window())
 
-    def look_at_gradients(self) -> None:
+    def look_at_gradients(self, wanted: bool = False) -> None:
         """Ahead of an answer of p.grad: ranks add up what has landed of all of them. In a backward
-        there is nothing to see yet."""
+        there is nothing to see yet. `wanted`: also where nothing has landed of this one."""
         if self._state.ranks is None or graph_task() != -1:
             return
         self._state.landings.wait()
-        if self._state.session.look_at_gradients():
+        if self._state.session.look_at_gradients(wanted):
             self.learn_landed()
+            self._state.gradients.forget_totals()
 
     def learn_landed(self) -> None:
         """From the core."""

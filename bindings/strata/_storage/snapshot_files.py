@@ -3,12 +3,12 @@
     runs/llama/step-000500/manifest.json, state.bin         # a folder of the series "runs/llama"
     /mnt/nvme/strata-snapshots/<id>-0.pages, <id>.json      # on each drive: a link, and whose it is
 
-Format, version 6. The folder is a checkpoint's (checkpoint.py), but most tensors lie in pages:
+Format, version 7. The folder is a checkpoint's (checkpoint.py), but most tensors lie in pages:
 
     state.bin      bytes that are in no page, one behind the other: the persistent buffers, and
                    tensors of `extra`
     manifest.json  {"checksum", "version", "bytes": as in a checkpoint,
-                    "snapshot": 6, "id": 16 hex digits,
+                    "snapshot": 7, "id": 16 hex digits,
                     "step": of the run, "time": ns since 1970,
                     "drives":  [{"folder": of the drive, or "" for the snapshot's own, "file"}],
                     "page_bytes", "moment_dtype",
@@ -53,7 +53,7 @@ files: the whole manifest, with the same id. The snapshot counts from the moment
 manifest; until then no other machine has it, and everything else is on the disk of all of them. See
 snapshot_machines.py.
 
-Versions 1 to 6 load. 6 had no gradients of ranks, and no "divisor"; 3 was that of several ranks, 4
+Versions 1 to 7 load. 6 had no gradients of ranks, and no "divisor"; 3 was that of several ranks, 4
 of several machines, and 5 of whatever had scales. In version 2 "scales" were pages, all of them,
 and those of a chunk bytes in these, one behind the other; there was no "scale_page". Version 1 had
 the scales of all chunks in state.bin, where "scales" said. It had no gradients: no "gradients",

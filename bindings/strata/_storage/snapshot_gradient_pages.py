@@ -104,7 +104,7 @@ class GradientPages:
         if wanted:
             try:
                 self._cache[key] = self._source.page(slot, rank, reader, self._together)
-            except BaseException as error:
+            except Exception as error:
                 if self._together.count == 1:
                     raise
                 self._failed = self._failed or error
