@@ -26,7 +26,6 @@ from .._config.sharding import Sharding, dtensor_of, hollow
 
 if TYPE_CHECKING:
     from torch.distributed import DeviceMesh
-    from torch.distributed.tensor import DTensor
 
     from .wrapped import Wrapped
 
@@ -39,7 +38,7 @@ class Shards:
         self._state = state
         self.dtensors = dtensors
         self.shardings = shardings = {i: Sharding.of(p) for i, p in dtensors.items()}  # type: ignore[arg-type]
-        self._shown: dict[int, DTensor] = {}
+        self._shown: dict[int, torch.Tensor] = {}
         self._places: dict[int, list[tuple[dict[str, Any], str]]] = {i: [] for i in shardings}
         index_of = {id(state.params[i]): i for i in shardings}
         for module in state.model.modules():
@@ -74,18 +73,20 @@ class Shards:
         """Whether `found` stands for the parameter where its module looks."""
         return found is not None and self._shown.get(index) is found
 
-    def whole(self, index: int, parameter: torch.Tensor) -> torch.Tensor:
+    def whole(self, index: int, parameter: torch.Tensor) -> Any:
         """The DTensor of a parameter that is a shard; another one is whole."""
         sharding = self.shardings.get(index)
-        return parameter if sharding is None else sharding.whole(parameter)
+        if sharding is None:
+            return parameter
+        with torch.enable_grad():  # as a parameter is, whatever is recorded
+            return sharding.whole(parameter)
 
     def show(self, indices: Iterable[int]) -> None:
         """From here on modules find DTensors. REQUIRES: these parameters are plain ones."""
         for index in indices:
             if index not in self.shardings or index in self._shown:
                 continue
-            with torch.enable_grad():  # as a parameter is, whatever is recorded
-                whole = self.shardings[index].whole(self._state.params[index])
+            whole = self.whole(index, self._state.params[index])
             whole._is_param = True
             self._shown[index] = whole
             for parameters, name in self._places[index]:
