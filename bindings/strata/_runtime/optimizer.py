@@ -132,12 +132,11 @@ class StrataOptimizer(torch.optim.Optimizer):
         state.gradients.hand_over()
         groups = self.group_specs()
         _check_unchanged(state.steps.groups_used, groups)
-        skips = self._skip_nonfinite or loss_scale is not None
         result = state.session.step(
             groups,
             self._max_grad_norm,
             loss_scale or 1.0,
-            skips,
+            self._skip_nonfinite or loss_scale is not None,
             self.max_unit_norm,
             state.gradients.all_squares(),
         )

@@ -109,9 +109,8 @@ class Shards:
         """One that is not finite, where any process of the meshes has such a one; else the largest:
         what all have whole may differ, if only by a hook of somebody's."""
         for _, _, calls in self._groups:
-            with naming_lost(None, when=""):
-                found = calls.gather(torch.tensor([number], dtype=torch.float64))
-            number = max(map(float, found), key=lambda of: (not math.isfinite(of), of))
+            (found,) = _gather(calls, [number])
+            number = max(found, key=lambda of: (not math.isfinite(of), of))
         return number
 
     def add_up(self, squares: Sequence[float]) -> list[float]:
@@ -122,8 +121,14 @@ class Shards:
             cut = [i for i, s in self.shardings.items() if s.mesh == mesh and s.cuts(dim)]
             if not cut:
                 continue
-            with naming_lost(None, when=""):
-                parts = calls.gather(torch.tensor([found[i] for i in cut], dtype=torch.float64))
-            for index, values in zip(cut, torch.stack(parts, dim=1).tolist(), strict=True):
+            for index, values in zip(cut, _gather(calls, [found[i] for i in cut]), strict=True):
                 found[index] = sum(values)
         return found
+
+
+def _gather(calls: Collectives, numbers: list[float]) -> list[list[float]]:
+    """Of each number those of all processes, by rank."""
+    with naming_lost(None, when=""):
+        parts = calls.gather(torch.tensor(numbers, dtype=torch.float64))
+    found: list[list[float]] = torch.stack(parts, dim=1).tolist()
+    return found
