@@ -68,7 +68,7 @@ def wire_bytes(model: torch.nn.Module) -> Answer:
     lends, gradients = 0, 0
     for param, parameter in enumerate(state.params):
         size = parameter.element_size()
-        owners = state.session.owners(param)
+        owners = state.session.owners(param, rank)
         own = sum(count for of, _, count in owners if of == rank)
         lends += own * size * others
         gradients += sum(n for of, _, n in owners if machines[of] != machines[rank]) * size

@@ -37,7 +37,8 @@ def step(tokens: int, layers: int = LLAMA_70B.layers) -> Forecast:
     costs = costs_of_rank(H100_OF_8.costs(), here, "cuda", links)
     whole = H100_OF_8.budgets()
     budgets = whole.replace(host_bytes=whole.host_bytes // here)
-    found = forecast(shared_among(trace, RANKS), costs, budgets, _core.Wishes(), RANKS * tokens)
+    trace = shared_among(trace, RANKS, MACHINES)
+    found = forecast(trace, costs, budgets, _core.Wishes(), RANKS * tokens)
     return replace(found, ranks=RANKS)
 
 

@@ -182,13 +182,17 @@ void bind_ranks(SessionClass& session) {
            WithoutGil())
       .def("rank_places", &Session::rank_places, WithoutGil())
       .def("renew_others", &Session::renew_others, WithoutGil())
-      .def("owners", [](Session& s, std::uint32_t param) {
-        py::list out;
-        for (const OwnedRun& run : without_gil([&] { return s.owners(param); })) {
-          out.append(py::make_tuple(run.rank, run.first, run.count));
-        }
-        return out;
-      });
+      .def(
+          "owners",
+          [](Session& s, std::uint32_t param, std::uint32_t rank) {
+            if (rank >= s.config().ranks) throw py::value_error("there is no such rank");
+            py::list out;
+            for (const OwnedRun& run : without_gil([&] { return s.owners(param, rank); })) {
+              out.append(py::make_tuple(run.rank, run.first, run.count));
+            }
+            return out;
+          },
+          py::arg("param"), py::arg("rank"));
 }
 
 void bind_updates(SessionClass& session) {

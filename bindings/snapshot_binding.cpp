@@ -57,7 +57,7 @@ class TakenSnapshot final {
       : snapshot_(std::move(snapshot)),
         layout_(session.residence().layout),
         config_(session.config()),
-        owns_(share_chunks(layout_, config_.rank, config_.ranks)) {}
+        owns_(ownership_of(config_, layout_)) {}
 
   std::size_t page_bytes() const { return layout_.page_bytes; }
   std::size_t scale_bytes() const { return owns_.scale_bytes; }  // of the session's scale area

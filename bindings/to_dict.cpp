@@ -41,7 +41,7 @@ struct UnitPages {
 
 py::dict unit_dict(const Config& config, const Residence& home, std::size_t u) {
   const std::size_t page = home.layout.page_bytes;
-  const Ownership owns = share_chunks(home.layout, config.rank, config.ranks);
+  const Ownership owns = ownership_of(config, home.layout);
   std::size_t elements = 0, remote_elements = 0;
   for (std::uint32_t param = 0; param < config.params.size(); ++param) {
     if (index(config.params[param].unit) != u) continue;

@@ -64,7 +64,7 @@ bool same_moments(const Hyper& laid_out, const Hyper& now) {
 }
 
 // Rows are checked where values come: whole blocks do for the others.
-void check_codes(const Config& config, const ParamSpec& param) {
+void check_codes(const ParamSpec& param) {
   if (param.trainable) {
     refuse(param.name + " is trained, and only frozen parameters can rest as codes");
   }
@@ -73,20 +73,12 @@ void check_codes(const Config& config, const ParamSpec& param) {
   } catch (const StrataError& error) {
     refuse(param.name + ": " + error.error().what);
   }
-  const auto elsewhere = [&config](const std::string& machine) {
-    return machine != config.machines.front();
-  };
-  if (config.device != "host" && std::ranges::any_of(config.machines, elsewhere)) {
-    refuse(param.name +
-           " is to rest as codes, and kernels of GPUs do not reach the memory by which codes come "
-           "from other machines: take frozen=\"as-is\"");
-  }
 }
 
 void check_param_spec(const Config& config, const ParamSpec& param) {
   if (index(param.unit) >= config.units.size()) refuse(param.name + " is in a unit without a name");
   if (param.group >= config.groups.size()) refuse(param.name + " is in a group that is not there");
-  if (param.stored) check_codes(config, param);
+  if (param.stored) check_codes(param);
   if (param.numel > kNumelMax) refuse(param.name + " has more elements than any memory");
 }
 

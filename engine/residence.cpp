@@ -31,10 +31,6 @@ struct BufferNeed {
   std::size_t wanted = 0;
 };
 
-Ownership ownership_of(const Config& config, const Layout& layout) {
-  return share_chunks(layout, config.rank, config.ranks);
-}
-
 BufferNeed buffer_need(const Config& config, const Layout& layout) {
   if (layout.grad_pages) return {};
   const Ownership owns = ownership_of(config, layout);

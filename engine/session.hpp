@@ -336,11 +336,13 @@ class Session final {
     Gate::Call in(gate_);
     core_->base.gate.take_turn();
   }
-  // ranks/ownership.hpp.
-  std::vector<OwnedRun> owners(std::uint32_t param) {
+  // As a rank sees them: ranks/ownership.hpp. REQUIRES: there is such a rank.
+  std::vector<OwnedRun> owners(std::uint32_t param, std::uint32_t rank) {
     Gate::Call in(gate_);
-    core_->base.check_param(param);
-    return owned_runs(core_->base.layout, core_->base.owns, param);
+    const Foundation& base = core_->base;
+    base.check_param(param);
+    if (rank == config_.rank) return owned_runs(base.layout, base.owns, param);
+    return owned_runs(base.layout, ownership_of(config_, base.layout, rank), param);
   }
   // Sends away who waits, waits for who copies, and gives everything back.
   void close();

@@ -232,8 +232,8 @@ class Session:
         begun a backward pass of it; 2**63 - 1: it goes no further."""
     def renew_others(self) -> None:
         """Every rank has changed all that it owns: what this one has of others is stale."""
-    def owners(self, param: int) -> list[tuple[int, int, int]]:
-        """(rank, first, count): the elements of the parameter that one rank owns, run by run."""
+    def owners(self, param: int, rank: int) -> list[tuple[int, int, int]]:
+        """(owner, first, count) of its elements, run by run: who owns them, as the rank sees it."""
     def gradient_fits(self, param: int) -> bool:
         """in_backward: waits for room. False: no update will make any; complete() others first."""
     def complete(self, unit: int, groups: list[GroupSpec], max_unit_norm: float) -> None:

@@ -25,12 +25,16 @@ Seat seat_of(std::span<std::byte> area, std::uint32_t ranks, std::span<const std
 
 }  // namespace
 
-std::vector<std::uint32_t> ranks_here(const Config& config) {
+std::vector<std::uint32_t> ranks_with(const Config& config, std::uint32_t rank) {
   std::vector<std::uint32_t> here;
-  for (std::uint32_t rank = 0; rank < config.ranks; ++rank) {
-    if (config.machine(rank) == config.machine(config.rank)) here.push_back(rank);
+  for (std::uint32_t other = 0; other < config.ranks; ++other) {
+    if (config.machine(other) == config.machine(rank)) here.push_back(other);
   }
   return here;
+}
+
+std::vector<std::uint32_t> ranks_here(const Config& config) {
+  return ranks_with(config, config.rank);
 }
 
 std::vector<Seat> Machine::meet(const SeatOffer& offer) {

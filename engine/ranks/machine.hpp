@@ -20,7 +20,8 @@
 
 namespace strata {
 
-// Those of this rank's machine, in their order, this one among them.
+// Those of a rank's machine, in their order, that one among them; and of this rank's.
+std::vector<std::uint32_t> ranks_with(const Config& config, std::uint32_t rank);
 std::vector<std::uint32_t> ranks_here(const Config& config);
 
 class Machine final : public Meeting {

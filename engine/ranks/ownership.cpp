@@ -1,7 +1,9 @@
 #include "engine/ranks/ownership.hpp"
 
 #include <algorithm>
+#include <numeric>
 
+#include "engine/ranks/machine.hpp"
 #include "memory/check.hpp"
 
 namespace strata {
@@ -27,38 +29,57 @@ std::uint64_t scale_pages(const Layout& layout, const Ownership& owns) {
   return 1 + owns.scale_bytes / (layout.page_bytes - largest);
 }
 
+// Gives out the chunks that train, or those that are frozen, to some ranks.
+void share(const Layout& layout, bool trained, const std::vector<std::uint32_t>& takers,
+           std::vector<std::uint32_t>& owners) {
+  const auto count = static_cast<std::int64_t>(takers.size());
+  // By taker: pages times `count` that it may still take. They add up to zero between units.
+  std::vector<std::int64_t> left(takers.size(), 0);
+  for (const UnitLayout& unit : layout.units) {
+    std::vector<std::uint32_t> chunks;
+    std::int64_t total = 0;
+    for (const std::uint32_t id : unit.chunks) {
+      if (layout.segments[layout.chunks[id].segment].trainable != trained) continue;
+      chunks.push_back(id);
+      total += layout.chunks[id].pages();
+    }
+    for (std::int64_t& share : left) share += total;
+    auto taker = left.begin();
+    for (const std::uint32_t id : chunks) {
+      const std::int64_t pages = layout.chunks[id].pages() * count;
+      // Whoever lacks at least half of it takes it, or else who lacks the most.
+      const auto found =
+          std::find_if(taker, left.end(), [pages](std::int64_t its) { return its * 2 >= pages; });
+      taker = found == left.end() ? std::max_element(taker, left.end()) : found;
+      *taker -= pages;
+      owners[id] = takers[static_cast<std::size_t>(taker - left.begin())];
+    }
+  }
+}
+
 }  // namespace
 
-Ownership share_chunks(const Layout& layout, std::uint32_t rank, std::uint32_t ranks) {
+Ownership share_chunks(const Layout& layout, std::uint32_t rank, std::uint32_t ranks,
+                       const std::vector<std::uint32_t>& here) {
   STRATA_ASSERT(rank < ranks);
   Ownership owns{.rank = rank, .owners = {}};
-  if (ranks == 1) {
-    place_scales(layout, ranks, owns);
-    return owns;
-  }
-  owns.owners.assign(layout.chunks.size(), 0);
-  const auto count = static_cast<std::int64_t>(ranks);
-  // By rank: pages times `count` that it may still take. They add up to zero between units.
-  std::vector<std::int64_t> left(ranks, 0);
-  for (const UnitLayout& unit : layout.units) {
-    std::int64_t total = 0;
-    for (const std::uint32_t chunk : unit.chunks) total += layout.chunks[chunk].pages();
-    for (std::int64_t& share : left) share += total;
-    std::uint32_t taker = 0;
-    for (const std::uint32_t chunk : unit.chunks) {
-      const std::int64_t pages = layout.chunks[chunk].pages() * count;
-      // Whoever lacks at least half of it takes it, or else who lacks the most.
-      const auto next = left.begin() + taker;
-      auto found = std::find_if(next, left.end(),
-                                [pages](std::int64_t share) { return share * 2 >= pages; });
-      if (found == left.end()) found = std::max_element(next, left.end());
-      taker = static_cast<std::uint32_t>(found - left.begin());
-      left[taker] -= pages;
-      owns.owners[chunk] = taker;
-    }
+  if (ranks > 1) {
+    std::vector<std::uint32_t> all(ranks);
+    std::iota(all.begin(), all.end(), 0);
+    owns.owners.assign(layout.chunks.size(), 0);
+    share(layout, true, all, owns.owners);
+    share(layout, false, here.empty() ? all : here, owns.owners);
   }
   place_scales(layout, ranks, owns);
   return owns;
+}
+
+Ownership ownership_of(const Config& config, const Layout& layout) {
+  return ownership_of(config, layout, config.rank);
+}
+
+Ownership ownership_of(const Config& config, const Layout& layout, std::uint32_t rank) {
+  return share_chunks(layout, rank, config.ranks, ranks_with(config, rank));
 }
 
 std::vector<OwnedRun> owned_runs(const Layout& layout, const Ownership& owns, std::uint32_t param) {

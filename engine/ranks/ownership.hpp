@@ -1,24 +1,27 @@
-// Ownership: which rank of the machine holds a chunk: its parameters, residual, moments and summed
-// gradient. Every chunk belongs to one rank, and so the state is held once, however many ranks
-// compute with it (ZeRO-3). A pure function of layout and number of ranks: nothing is padded, and
-// whatever is stored by parameter, role and element loads under any number of ranks.
+// Ownership: which rank holds a chunk: its parameters, residual, moments and summed gradient. Every
+// chunk that trains belongs to one rank, and so its state is held once, however many ranks compute
+// with it (ZeRO-3). What is frozen belongs to the machine: each has all of it, shared out among its
+// ranks, and none of it crosses to another one in training. A pure function of layout, ranks and
+// their machines: nothing is padded, and whatever is stored by parameter, role and element loads
+// under any number of ranks.
 //
 // Threads: values.
 //
-//   Ownership owns = share_chunks(layout, rank, ranks);
+//   Ownership owns = ownership_of(config, layout);
 //   if (owns.mine(chunk)) ...
 #pragma once
 
 #include <cstdint>
 #include <vector>
 
+#include "engine/config.hpp"
 #include "engine/layout.hpp"
 
 namespace strata {
 
 struct Ownership {
   std::uint32_t rank = 0;
-  std::vector<std::uint32_t> owners;  // by chunk; empty: this rank is alone
+  std::vector<std::uint32_t> owners;  // by chunk, for this rank; empty: it is alone
   // By chunk: where the scales of its moments begin in the scale area of its owner, which has those
   // of no other rank. And the bytes of that area, of this rank.
   std::vector<std::size_t> scales = {};
@@ -35,12 +38,18 @@ struct Ownership {
   }
 };
 
-// The chunks of a unit go to the ranks in contiguous ranges, so that each of them brings a part of
-// every unit that is larger than a few pages. Pages are counted, of all roles: what one rank has
-// too much of in a unit, it gets less of in the next ones. REQUIRES: rank < ranks.
-Ownership share_chunks(const Layout& layout, std::uint32_t rank, std::uint32_t ranks);
+// The chunks of a unit that train go to the ranks in contiguous ranges, so that each of them brings
+// a part of every unit that is larger than a few pages; and so do those that are frozen, to the
+// ranks of a machine. Pages are counted, of all roles: what one rank has too much of in a unit, it
+// gets less of in the next ones. `here`: the ranks of this one's machine, in order; empty: all.
+// REQUIRES: rank < ranks.
+Ownership share_chunks(const Layout& layout, std::uint32_t rank, std::uint32_t ranks,
+                       const std::vector<std::uint32_t>& here = {});
+// Of the rank that the configuration is of; or as another one of its run sees it.
+Ownership ownership_of(const Config& config, const Layout& layout);
+Ownership ownership_of(const Config& config, const Layout& layout, std::uint32_t rank);
 
-// Elements [first, first + count) of a parameter, and the rank that owns them.
+// Elements [first, first + count) of a parameter, and the rank that owns them for this one.
 struct OwnedRun {
   std::uint32_t rank = 0;
   std::size_t first = 0, count = 0;

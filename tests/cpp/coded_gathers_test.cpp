@@ -46,7 +46,7 @@ std::vector<std::byte> computed(Session& session, std::uint32_t param) {
 void expect_shown(Session& session, std::uint32_t unit, bool exactly) {
   const Config& config = session.config();
   const Layout layout = session.residence().layout;
-  const Ownership owns = share_chunks(layout, config.rank, config.ranks);
+  const Ownership owns = ownership_of(config, layout);
   const auto is_here = [&](std::uint32_t chunk) {
     return config.machine(owns.owner(chunk)) == config.machine(config.rank);
   };

@@ -13,6 +13,7 @@
 #include "coded_fixtures.hpp"
 #include "doubles/gpu.hpp"
 #include "doubles/loopback.hpp"
+#include "doubles/wire_loopback.hpp"
 #include "engine/residence.hpp"
 #include "temp_folder.hpp"
 
@@ -30,9 +31,11 @@ Config as_rank(Config config, std::uint32_t rank) {
 
 class CodedRanks : public OverDevices {
  protected:
-  // What two ranks have trained. `device`: null: on the host.
-  std::vector<std::vector<float>> trained_by_two(Codes codes, bool on_disk, TestDevice* device) {
+  // What two ranks have trained, of one machine or of two. `device`: null: on the host.
+  std::vector<std::vector<float>> trained_by_two(Codes codes, bool on_disk, TestDevice* device,
+                                                 std::vector<std::string> machines = {}) {
     Loopback machine(kRanks);
+    WireLoopback wires(kRanks, {});
     std::barrier all(kRanks);
     const TempFolder folders[kRanks];
     std::vector<std::vector<float>> found(kRanks);
@@ -44,7 +47,13 @@ class CodedRanks : public OverDevices {
         config = device->fit(config);
         parts = device->parts();
       }
-      parts.meeting = machine.meeting(rank);
+      if (machines.empty()) {
+        parts.meeting = machine.meeting(rank);
+      } else {
+        config.machines = machines;
+        config.ranks_folder = folders[rank].path();
+        parts.wire = wires.wire(rank);
+      }
       Session session(config, std::move(parts));
       fill(session);
       all.arrive_and_wait();  // nobody reads what is not written yet
@@ -65,6 +74,16 @@ TEST_P(CodedRanks, ShowTheValuesOfEachOthersCodes) {
     }
   }
   EXPECT_TRUE(GetParam() != TestedOn::gpu_double || KernelsOfDouble::decodings > 0);
+}
+
+// Each machine has all codes, in memory that the kernels of its GPUs reach.
+TEST_P(CodedRanks, OfSeveralMachinesShowTheValuesOfTheirOwnCodes) {
+  for (const Codes codes : kForms) {
+    const std::vector<std::vector<float>> plain = trained_by_two(codes, false, nullptr);
+    for (const bool on_disk : {false, true}) {
+      EXPECT_EQ(trained_by_two(codes, on_disk, &device(), {"a", "b"}), plain) << name(codes);
+    }
+  }
 }
 INSTANTIATE_TEST_SUITE_P(Devices, CodedRanks, testing::ValuesIn(kTestDevices), device_name);
 
@@ -118,14 +137,6 @@ TEST(CodedRanksOnGpus, WhatARankClaimsLaterThePinsOfTheOtherReach) {
     EXPECT_EQ(driver.count("host_register"), 8U);
     all.arrive_and_wait();
   });
-}
-
-// Pages of other machines come by memory that no driver knows.
-TEST(CodedRanksOnGpus, SeveralMachinesAreRefused) {
-  Config config = nf4_rank(TestDevice(TestedOn::gpu_double), 0);
-  config.machines = {"a", "b"};
-  const std::string said = refusal_of([&] { choose_residence(config); });
-  EXPECT_NE(said.find("take frozen=\"as-is\""), std::string::npos) << said;
 }
 
 }  // namespace

@@ -63,6 +63,31 @@ TEST(Machines, NorInOtherModesWherePagesAreRelayed) {
   expect_the_same_for_all(config, {.grad_divisor = 12.0}, {}, Hosts::pairs, {4});
 }
 
+// The second unit is frozen, and a part of the third.
+Config partly_frozen() {
+  Config config = roomy();
+  config.params[1].trainable = config.params[2].trainable = false;
+  config.params[3].trainable = false;
+  return config;
+}
+
+TEST(Machines, NorWhereSomeIsFrozen) {
+  const Config config = partly_frozen();
+  const StepOptions options{.max_norm = 0.5, .grad_divisor = 12.0};
+  const auto found = [&](std::uint32_t ranks, Hosts hosts) {
+    std::barrier all(static_cast<std::ptrdiff_t>(ranks));
+    const Between writes = [&all](Session& session, int step) {
+      all.arrive_and_wait();  // nobody computes with it any more
+      std::vector<float> values(1'000, static_cast<float>(step));
+      session.write(1, Kind::master, 30'000, values.data(), values.size());
+    };
+    return trained(ranks, 3, config, options, writes, kBatches, hosts);
+  };
+  const std::vector<float> expected = found(1, Hosts::one)[0];
+  expect_bits(expected, found(3, Hosts::one_each));
+  expect_bits(expected, found(4, Hosts::pairs));
+}
+
 // One evaluates, or uses a unit once more, while the others go on.
 TEST(Machines, NorWhereARankUsesWhatOthersDoNot) {
   const Between more = [](Session& session, int step) {
@@ -105,6 +130,30 @@ TEST(Machines, APageCrossesOncePerMachine) {
           << ranks << " ranks, apart: " << apart;
     }
   }
+}
+
+TEST(Machines, NoPageCrossesOfWhatIsFrozen) {
+  constexpr std::uint32_t kRanks = 4;
+  Cluster machines(kRanks, Hosts::pairs);
+  std::barrier all(std::ptrdiff_t{kRanks});
+  on_ranks(kRanks, [&](std::uint32_t rank) {
+    const auto session = machines.open(rank, partly_frozen());
+    fill_all(*session);
+    all.arrive_and_wait();
+    const Layout layout = session->residence().layout;
+    std::uint64_t trains = 0;  // pages
+    for (std::uint32_t i = 0; i < layout.page_count; ++i) {
+      const Chunk& chunk = layout.chunks[layout.chunk_of[i]];
+      const bool is_param = layout.role_of[i] == Role::param;
+      trains += is_param && layout.segments[chunk.segment].trainable ? 1 : 0;
+    }
+    const std::uint64_t crossed = machines.wires().pieces(kPage);
+    all.arrive_and_wait();
+    for (std::uint32_t u = 0; u < kUnits; ++u) visit_unit(*session, u, false, 0);
+    all.arrive_and_wait();
+    EXPECT_EQ(machines.wires().pieces(kPage) - crossed, trains);
+    all.arrive_and_wait();
+  });
 }
 
 // The device has no room for most of them; behind a step all come, and none again in the next.

@@ -42,7 +42,7 @@ class SimulatedRank final {
     faults.chance_of(IoFault::shortened) = 0.1;
     faults.chance_of(IoFault::passing_eio) = 0.01;
     if (is_culprit && world.trouble == Trouble::broken_disk) {
-      faults.chance_of(IoFault::eio) = faults.chance_of(IoFault::corrupt) = 0.03;
+      faults.chance_of(IoFault::eio) = faults.chance_of(IoFault::corrupt) = 0.1;
     }
     disk_ = std::make_unique<FaultyEngine>(std::make_unique<MemoryEngine>(nullptr, 64), faults,
                                            &world.clock);

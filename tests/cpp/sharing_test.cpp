@@ -1,5 +1,5 @@
-// What ranks share, piece by piece: who owns what, the outbox, what they agree on, messages, and
-// pages of others. STRATA_SEEDS=10000 runs more; STRATA_SEED=7 replays one.
+// What ranks share, piece by piece: the outbox, what they agree on, messages, and pages of others.
+// STRATA_SEEDS=10000 runs more; STRATA_SEED=7 replays one.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -7,78 +7,16 @@
 #include <memory>
 #include <optional>
 #include <random>
-#include <set>
 #include <vector>
 
 #include "configs.hpp"
 #include "engine/ranks/agreement.hpp"
 #include "engine/ranks/outbox.hpp"
-#include "engine/ranks/ownership.hpp"
 #include "offload/residency/remote_pages.hpp"
 #include "seeds.hpp"
 
 namespace strata {
 namespace {
-
-TEST(Ownership, EveryChunkHasOneOwnerInContiguousRangesOfLikeSize) {
-  for_seeds(200, [](std::uint64_t seed) {
-    std::mt19937_64 random(seed);
-    Config config = random_model(random);
-    config.page_bytes = kPageBytesMin;
-    const Layout layout = make_layout(config, config.page_bytes);
-    const auto ranks = static_cast<std::uint32_t>(1 + below(random, 8));
-    const Ownership first = share_chunks(layout, 0, ranks);
-    std::vector<std::int64_t> owned(ranks, 0);
-    std::int64_t total = 0, largest = 0;
-    for (std::uint32_t id = 0; id < layout.chunks.size(); ++id) {
-      ASSERT_LT(first.owner(id), ranks);
-      std::uint32_t owners = 0;
-      for (std::uint32_t rank = 0; rank < ranks; ++rank) {
-        const Ownership its = share_chunks(layout, rank, ranks);
-        ASSERT_EQ(its.rank, rank);
-        ASSERT_TRUE(ranks == 1 || its.owner(id) == first.owner(id));
-        owners += its.mine(id) ? 1 : 0;
-      }
-      ASSERT_EQ(owners, 1U);
-      owned[first.owner(id)] += std::int64_t{layout.chunks[id].pages()};
-      total += std::int64_t{layout.chunks[id].pages()};
-      largest = std::max(largest, std::int64_t{layout.chunks[id].pages()});
-    }
-    for (const UnitLayout& unit : layout.units) {
-      for (std::size_t i = 1; i < unit.chunks.size(); ++i) {
-        ASSERT_LE(first.owner(unit.chunks[i - 1]), first.owner(unit.chunks[i]));
-      }
-    }
-    for (const std::int64_t pages : owned) {
-      EXPECT_LE(std::abs(pages - total / ranks), 2 * largest) << "of " << total << " pages";
-    }
-  });
-}
-
-TEST(Ownership, EachRankHasTheScalesOfItsChunksAndNoOthers) {
-  for_seeds(100, [](std::uint64_t seed) {
-    std::mt19937_64 random(seed);
-    Config config = random_model(random);
-    config.page_bytes = kPageBytesMin;
-    config.moment_dtype = MomentDtype::block8;
-    const Layout layout = make_layout(config, config.page_bytes);
-    const auto ranks = static_cast<std::uint32_t>(1 + below(random, 4));
-    std::size_t total = 0;
-    const std::size_t of_one = share_chunks(layout, 0, 1).scale_bytes;
-    for (std::uint32_t rank = 0; rank < ranks; ++rank) {
-      const Ownership owns = share_chunks(layout, rank, ranks);
-      std::size_t next = 0;
-      for (std::uint32_t id = 0; id < layout.chunks.size(); ++id) {
-        if (!owns.mine(id)) continue;
-        ASSERT_EQ(owns.scales[id], next);
-        next += layout.scale_bytes(layout.chunks[id]);
-      }
-      ASSERT_EQ(owns.scale_bytes, next);
-      total += next;
-    }
-    EXPECT_EQ(total, of_one);
-  });
-}
 
 TEST(Outbox, PlacesDoNotOverlapAndComeBack) {
   for_seeds(300, [](std::uint64_t seed) {

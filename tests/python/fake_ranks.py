@@ -15,7 +15,7 @@ class Alone:
         """Nobody shares its processors."""
         return False
 
-    def owners(self, param: int) -> list[tuple[int, int, int]]:
+    def owners(self, param: int, rank: int) -> list[tuple[int, int, int]]:
         """It has everything."""
         numel = self.params[param].spec["numel"]
         return [(0, 0, numel)] if numel else []

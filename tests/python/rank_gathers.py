@@ -37,7 +37,7 @@ def trains(run: Rank, path: str | None = None, **options: Any) -> dict[str, Any]
     mine = [
         (param, first, count)
         for param in range(len(state.params))
-        for rank, first, count in state.session.owners(param)
+        for rank, first, count in state.session.owners(param, run.rank)
         if rank == run.rank
     ]
     return {

@@ -79,7 +79,7 @@ def crosses(run: Rank) -> tuple[int, int]:
     sent = sum(state.wire.sent.values()) - before
     owned = 0
     for number, parameter in enumerate(state.params):
-        counts = [n for of, _, n in state.session.owners(number) if of == run.rank]
+        counts = [n for of, _, n in state.session.owners(number, run.rank) if of == run.rank]
         owned += sum(counts) * parameter.element_size()
     return sent, owned
 

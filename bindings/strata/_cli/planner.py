@@ -218,7 +218,8 @@ def scaled(trace: Trace, factor: float) -> Trace:
 def run(options: argparse.Namespace) -> int:
     """0 where the step fits, 1 where it does not. `options`: of options.plan_parser()."""
     found = load(options.trace)
-    trace = shared_among(scaled(found.trace, options.tokens_scale), options.ranks)
+    trace = scaled(found.trace, options.tokens_scale)
+    trace = shared_among(trace, options.ranks, options.machines)
     page_bytes = page_bytes_of(trace)
     options.device = device.choose(options.device)
     costs = machine_of(options, page_bytes).costs

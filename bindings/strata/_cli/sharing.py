@@ -3,7 +3,7 @@ model. For `strata plan` and `strata estimate` with --ranks.
 
     budgets = share_of({"device": ..., "host": ..., "ssd": ...}, ranks)
     costs = costs_of_rank(machine.costs, ranks, "host", given=[])
-    trace = shared_among(trace, ranks)         # for the rank that holds most
+    trace = shared_among(trace, ranks, machines)       # for the rank that holds most
 
 Every rank has a device of its own. Host memory, SSD and the processors are the machine's, and each
 rank gets an equal part, as with strata.wrap().
@@ -15,6 +15,7 @@ from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
 from .._config.choices import HOST
+from .._planning.network import trained_bytes
 
 if TYPE_CHECKING:
     from .._core import Costs, Plan, Trace, TracedUnit
@@ -46,10 +47,10 @@ def held_bytes(plan: Plan) -> int:
     )  # fmt: skip
 
 
-def shared_among(trace: Trace, ranks: int) -> Trace:
+def shared_among(trace: Trace, ranks: int, machines: int = 1) -> Trace:
     """A recorded step, for the rank that would hold most. Chunks are shared out as strata.wrap()
     does: the part of a unit that a rank lacks, it gets of the next ones. Here all chunks of a unit
-    count alike, also a last one that is not full."""
+    count alike, also a last one that is not full. Each machine has all that is frozen."""
     if ranks == 1:
         return trace
     half = any(4 * unit.elements > unit.param_bytes for unit in trace.units)  # 16 bits each
@@ -73,7 +74,11 @@ def shared_among(trace: Trace, ranks: int) -> Trace:
             for unit, chunks in zip(trace.units, held, strict=True)
         ),
     )
-    units = [_held_in_part(u, taken[fullest]) for u, taken in zip(trace.units, held, strict=True)]
+    here = ranks // machines
+    units = [
+        _held_in_part(unit, taken[fullest], here if machines > 1 else 0)
+        for unit, taken in zip(trace.units, held, strict=True)
+    ]
     return trace.replace(units=units)
 
 
@@ -88,16 +93,22 @@ def _summed(unit: TracedUnit) -> TracedUnit:
     return unit.replace(grad_bytes=2 * unit.grad_bytes)
 
 
-def _held_in_part(unit: TracedUnit, chunks: int) -> TracedUnit:
-    """The unit, of which a rank holds so many chunks."""
+def _held_in_part(unit: TracedUnit, chunks: int, here: int) -> TracedUnit:
+    """The unit, of which a rank holds so many chunks. `here`: ranks of a machine, which share what
+    is frozen of it; 0: there is one machine, and they share all alike."""
+    frozen = unit.param_bytes - trained_bytes(unit) if here else 0
 
     def others(size: int) -> int:
         page = size // unit.chunks if unit.chunks else 0
         return size - chunks * page
 
+    def params(size: int) -> int:
+        of_all = size * frozen // max(1, unit.param_bytes)
+        return others(size - of_all) + of_all - of_all // max(1, here)
+
     return unit.replace(
-        remote_elements=others(unit.elements),
-        remote_param_bytes=others(unit.param_bytes),
+        remote_elements=params(unit.elements),
+        remote_param_bytes=params(unit.param_bytes),
         remote_grad_bytes=others(unit.grad_bytes),
         remote_state_bytes=others(unit.state_bytes),
     )

@@ -11,8 +11,9 @@ gradient goes to who holds the unit, once, in the dtype of computation; under ra
 each machine's sum does, in float32. Pages come ahead of their use and gradients leave beside the
 backward, so a step takes the longer of the two, the step without a network and the network.
 
-Under rank_gathers="int8" what trains comes as codes. A trace does not tell how much of a unit
-trains: one whose gradients are smaller than its parameters counts as it is.
+What is frozen each machine has, and none of it crosses. A trace does not tell how much of a unit
+trains: as many bytes as its gradients have, at most. Under rank_gathers="int8" what trains comes as
+codes, but for units of which something is frozen, which count as they are.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .._core import Trace
+    from .._core import Trace, TracedUnit
 
 
 FLOAT32_BYTES = 4
@@ -61,25 +62,31 @@ class Crossing:
         return self.bytes_min / self.network.bytes_s
 
 
+def trained_bytes(unit: TracedUnit) -> int:
+    """The most bytes of its parameters that train: no more than their gradients have."""
+    return min(unit.param_bytes, unit.grad_bytes)
+
+
 def crossing_of(trace: Trace, resident: Sequence[bool], network: Network) -> Crossing:
     """Of a step whose plan says which units stay on the device. `trace`: of one rank."""
     uses = Counter(use.unit for use in trace.uses)
     here = network.ranks // network.machines
     comes = again = passing = sent = least = 0
     for number, unit in enumerate(trace.units):
-        rests = held = unit.code_bytes or unit.param_bytes
-        if network.rank_gathers == "int8" and unit.grad_bytes >= rests == unit.param_bytes:
-            rests = min(rests, round(unit.elements * CODED_BYTES))
-        once, gradients = (rests, unit.param_bytes) if unit.grad_bytes else (0, 0)
+        trained = crosses = trained_bytes(unit)
+        if network.rank_gathers == "int8" and trained == unit.param_bytes:
+            crosses = min(crosses, round(unit.elements * CODED_BYTES))
         if resident[number]:
-            comes += once
+            comes += crosses
         else:
-            comes += min(uses[number], 1) * rests
-            again += max(uses[number] - 1, 0) * rests
-            passing += held
-        sums = network.rank_sums == "machines" and here > 1
-        sent += FLOAT32_BYTES * unit.elements if sums and gradients else here * gradients
-        least += once + gradients
+            comes += min(uses[number], 1) * crosses
+            again += max(uses[number] - 1, 0) * crosses
+            passing += trained
+        if network.rank_sums == "machines" and here > 1:
+            sent += FLOAT32_BYTES * unit.elements * trained // max(1, unit.param_bytes)
+        else:
+            sent += here * trained
+        least += crosses + trained
     # All chunks are shared out over all ranks alike.
     away = (network.machines - 1) / network.machines
     kept = min(1.0, network.relay_bytes / (passing * away)) if passing else 1.0

@@ -310,9 +310,10 @@ class Wrapped:
         if "ranks" not in self.config:
             return values.to("cpu", torch.float32).contiguous()
         part = torch.empty(values.numel(), dtype=torch.float32, device="cpu")
-        for rank, begin, count in self.session.owners(index):
+        here = self.config["ranks"]["rank"]
+        for rank, begin, count in self.session.owners(index, here):
             low, high = max(begin - first, 0), min(begin + count - first, part.numel())
-            if rank == self.config["ranks"]["rank"] and low < high:
+            if rank == here and low < high:
                 part[low:high] = values[low:high]
         return part
 

@@ -25,7 +25,7 @@ from .._runtime.wrapped import Wrapped
 from .checkpoint_files import CheckpointError, read_manifest
 from .snapshot import taker_of
 from .snapshot_context import parts_of, rule_of
-from .snapshot_files import LINKS, ROLES, check_drives, drives_by_rank
+from .snapshot_files import LINKS, ROLES, check_drives, chunks_for, drives_by_rank
 from .snapshot_gradients import waits
 from .snapshot_links import link_owner
 from .snapshot_pages import Slot, slots_of
@@ -53,6 +53,7 @@ def adopt(
     ranks = len(drives_by_rank(manifest))
     if ranks != together.count:
         return f"its pages are shared out over {ranks}, and there are {together.count}"
+    manifest = manifest | {"chunks": chunks_for(manifest, together.rank)}
     try:
         if not _go_back(state, manifest, scales):
             _compare(state, manifest, together.rank)

@@ -11,7 +11,7 @@ from itertools import pairwise
 from typing import Any, NoReturn
 
 from .._config.choices import DTYPES
-from .snapshot_files import GRAD, ROLES, bytes_held
+from .snapshot_files import GRAD, ROLES, all_chunks, bytes_held
 from .snapshot_form import ALIGNMENT, ELEMENT_BYTES, MOMENT_BLOCK
 from .stored import StoredTensor
 
@@ -22,7 +22,8 @@ Fail = Callable[[str], NoReturn]
 
 
 def check_chunks(manifest: Manifest, tensors: list[StoredTensor], fail: Fail) -> None:
-    """Every element of every tensor is there once, in pages that no other chunk has."""
+    """Every element of every tensor is there once, in pages that no other chunk has; and copies, of
+    what is frozen, have the same elements."""
     covered: list[list[tuple[int, int]]] = [[] for _ in tensors]
     taken: dict[int, set[int]] = {}  # slots, by rank
     of_scales: dict[int, set[int]] = {}  # likewise; chunks share them
@@ -30,14 +31,20 @@ def check_chunks(manifest: Manifest, tensors: list[StoredTensor], fail: Fail) ->
     if manifest["moment_dtype"] not in ELEMENT_BYTES:
         fail(f"its moments are {manifest['moment_dtype']!r:.20}")
     for chunk in manifest["chunks"]:
-        mine: set[int] = set()
-        slots = taken.setdefault(chunk.get("rank", 0), set())
         for part, first, count, at, *_ in chunk["runs"]:
             tensor, begin = manifest["parts"][part]
             numbers = (part, first, at, tensor, begin, count)
             if not all(type(n) is int and n >= 0 for n in numbers) or count == 0:
                 fail("a run has a number that is no place")
             covered[tensor].append((begin + first, count))
+    for number, chunk in manifest["copies"]:
+        tensors_of = {manifest["parts"][run[0]][0] for run in chunk["runs"]}
+        trained = any(manifest["params"][tensor]["trainable"] for tensor in tensors_of)
+        if trained or chunk["runs"] != manifest["chunks"][number]["runs"]:
+            fail("a copy of a chunk holds other elements, or what is trained")
+    for chunk in all_chunks(manifest):
+        mine: set[int] = set()
+        slots = taken.setdefault(chunk.get("rank", 0), set())
         end = max((run[3] + run[2] for run in chunk["runs"]), default=0)
         if chunk["param"] is None:
             fail("a chunk has no parameters")

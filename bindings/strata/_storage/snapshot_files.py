@@ -3,18 +3,19 @@
     runs/llama/step-000500/manifest.json, state.bin         # a folder of the series "runs/llama"
     /mnt/nvme/strata-snapshots/<id>-0.pages, <id>.json      # on each drive: a link, and whose it is
 
-Format, version 7. The folder is a checkpoint's (checkpoint.py), but most tensors lie in pages:
+Format, version 8. The folder is a checkpoint's (checkpoint.py), but most tensors lie in pages:
 
     state.bin      bytes that are in no page, one behind the other: the persistent buffers, and
                    tensors of `extra`
     manifest.json  {"checksum", "version", "bytes": as in a checkpoint,
-                    "snapshot": 7, "id": 16 hex digits,
+                    "snapshot": 8, "id": 16 hex digits,
                     "step": of the run, "time": ns since 1970,
                     "drives":  [{"folder": of the drive, or "" for the snapshot's own, "file"}],
                     "page_bytes", "moment_dtype",
                     "params":  as in a checkpoint, each with the "rule" of its moments,
                     "parts":   [[place in params, first element]], of each of the run's parameters,
                     "chunks":  see below,
+                    "copies":  of several machines: [[place in chunks, that chunk of another one]],
                     "buffers", "groups", "rng": as in a checkpoint,
                     "extra":   what the caller gave, as extras.py has it,
                     "scales":  null: see below,
@@ -51,13 +52,15 @@ Ranks may be on several machines. A drive's folder is a path on its rank's machi
 machine that does not see rank 0's folder of the series has a folder of its own, with the same two
 files: the whole manifest, with the same id. The snapshot counts from the moment that rank 0 has the
 manifest; until then no other machine has it, and everything else is on the disk of all of them. See
-snapshot_machines.py.
+snapshot_machines.py. What is frozen each machine has: a chunk is that of the first rank, and
+"copies" are those of other machines, which go on from them where they lie. Who reads the snapshot
+needs none of them.
 
-Versions 1 to 7 load. 6 had no gradients of ranks, and no "divisor"; 3 was that of several ranks, 4
-of several machines, and 5 of whatever had scales. In version 2 "scales" were pages, all of them,
-and those of a chunk bytes in these, one behind the other; there was no "scale_page". Version 1 had
-the scales of all chunks in state.bin, where "scales" said. It had no gradients: no "gradients",
-"zeros" and "grad", runs without their last two values.
+Versions 1 to 8 load. 7 had no "copies", and 6 no gradients of ranks and no "divisor"; 3 was that of
+several ranks, 4 of several machines, and 5 of whatever had scales. In version 2 "scales" were
+pages, all of them, and those of a chunk bytes in these, one behind the other; there was no
+"scale_page". Version 1 had the scales of all chunks in state.bin, where "scales" said. It had no
+gradients: no "gradients", "zeros" and "grad", runs without their last two values.
 
 A link is one more name of the file that the run wrote to; the kernel frees the file with its last
 one. A manifest that is called removed.json is one of a snapshot that is being removed. Nothing here
@@ -73,8 +76,8 @@ from typing import Any
 
 from .checkpoint_files import MANIFEST_NAME, CheckpointError, read_manifest
 
-FORMAT = 7
-FORMATS = (1, 2, 3, 4, 5, 6, 7)
+FORMAT = 8
+FORMATS = (1, 2, 3, 4, 5, 6, 7, 8)
 ROLES = ("param", "residual", "exp_avg", "exp_avg_sq")
 GRAD = "grad"
 LINKS = "strata-snapshots"
@@ -138,6 +141,20 @@ def drives_by_rank(manifest: dict[str, Any]) -> list[list[dict[str, str]]]:
     left = iter(manifest["drives"])
     counts = manifest.get("ranks", [len(manifest["drives"])])
     return [[next(left) for _ in range(count)] for count in counts]
+
+
+def all_chunks(manifest: dict[str, Any]) -> list[dict[str, Any]]:
+    """With those that other machines have as well."""
+    return [*manifest["chunks"], *(chunk for _, chunk in manifest.get("copies", []))]
+
+
+def chunks_for(manifest: dict[str, Any], rank: int) -> list[dict[str, Any]]:
+    """The chunks, of what several machines have those of this rank's."""
+    chunks = list(manifest["chunks"])
+    for number, chunk in manifest.get("copies", []):
+        if manifest["machines"][chunk["rank"]] == manifest["machines"][rank]:
+            chunks[number] = chunk
+    return chunks
 
 
 def id_at(folder: Path, name: str = MANIFEST_NAME) -> str | None:

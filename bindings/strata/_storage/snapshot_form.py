@@ -92,10 +92,30 @@ def _problems_of_ranks(manifest: dict[str, Any], others: int) -> Iterator[str]:
     owners = [chunk.get("rank", None if several else 0) for chunk in manifest["chunks"]]
     if not all(type(owner) is int and 0 <= owner < ranks for owner in owners):
         yield "a chunk is of no rank"
-    if not several:
-        return
-    if manifest["scales"] is not None:
+    elif not _has_copies_of_machines(manifest, ranks):
+        yield "what it says of other machines makes no sense"
+    if several and manifest["scales"] is not None:
         yield "ranks have scales where their chunks say"
+
+
+def _has_copies_of_machines(manifest: dict[str, Any], ranks: int) -> bool:
+    """Whether each copy is one of a chunk, on a machine that has no other. REQUIRES: its chunks are
+    of ranks."""
+    copies = manifest.get("copies", [])
+    if not conforms(copies, list[list[Any]], {}):
+        return False
+    chunks, machines = manifest["chunks"], manifest.get("machines", [""] * ranks)
+    there = set()
+    for copy in copies:
+        if [type(value) for value in copy] != [int, dict] or not 0 <= copy[0] < len(chunks):
+            return False
+        number, rank = copy[0], copy[1].get("rank")
+        if type(rank) is not int or not 0 <= rank < ranks:
+            return False
+        if machines[rank] == machines[chunks[number]["rank"]]:
+            return False
+        there.add((number, machines[rank]))
+    return len(there) == len(copies)
 
 
 def _lies(record: Any, end: int) -> bool:

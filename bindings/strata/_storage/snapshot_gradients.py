@@ -291,7 +291,7 @@ class SavedGradients:
         spec = self._state.config["params"][part]
         name = "float32" if self._state.config["accumulate"] else spec["dtype"]
         dtype: torch.dtype = getattr(torch, name)
-        owners = self._state.session.owners(part)
+        owners = self._state.session.owners(part, 0)  # what trains has the same for all
         # What others own: added to any value it gives that value, of either zero too.
         values = torch.full((numel,), -0.0, dtype=dtype, device=self._state.device)
         for begin, length in pages.own(owners):

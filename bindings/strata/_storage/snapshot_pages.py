@@ -28,7 +28,15 @@ from .checkpoint_files import (
     write_manifest,
 )
 from .replacing import sync
-from .snapshot_files import FORMAT, GRAD, ROLES, bytes_held, drives_by_rank, read_snapshot
+from .snapshot_files import (
+    FORMAT,
+    GRAD,
+    ROLES,
+    all_chunks,
+    bytes_held,
+    drives_by_rank,
+    read_snapshot,
+)
 from .snapshot_form import ALIGNMENT
 
 Slot = tuple[int, int, int, int]
@@ -86,6 +94,7 @@ def copy_snapshot(folder: Path, to: Path) -> None:
     manifest = read_snapshot(folder)
     if to.exists():
         raise CheckpointError(f"{to} exists")
+    manifest.pop("copies", None)
     for rank, here in enumerate(lies_here(manifest, folder)):
         if not here and "machines" in manifest:
             raise CheckpointError(unreachable(manifest, folder, rank, "nobody here"))
@@ -180,7 +189,7 @@ def _pages_of(manifest: dict[str, Any], rank: int) -> list[list[int]]:
     them."""
     old = manifest.get("scales")
     pages = list(old) if isinstance(old, list) else []
-    for chunk in manifest["chunks"]:
+    for chunk in all_chunks(manifest):
         if chunk.get("rank", 0) != rank:
             continue
         for role in (*ROLES, GRAD):

@@ -71,7 +71,10 @@ def join_part(
     says of the rank. The part's files are gone then."""
     header, chunks = read_part(folder, rank)
     for number, chunk in chunks:
-        manifest["chunks"][number] = chunk
+        if manifest["chunks"][number] is None:
+            manifest["chunks"][number] = chunk
+        else:  # frozen: another machine has it, too
+            manifest["copies"].append([number, chunk])
     note_steps(manifest, header["steps"])
     note_gradients(manifest, header["gradients"])
     own = {key: header[key] for key in ("rng", "extra")}

@@ -19,6 +19,7 @@ def upgrade(manifest: dict[str, Any]) -> None:
         _place_scales(manifest)
     for chunk in manifest["chunks"]:
         chunk.setdefault("scale_page", None)
+    manifest.setdefault("copies", [])
     if manifest["snapshot"] == 1:
         _upgrade_runs(manifest)
     if manifest["gradients"] is not None:

@@ -266,7 +266,7 @@ class Writer:
         if ranks > 1:
             manifest["ranks"] = drives
         if machines:
-            manifest["machines"] = machines
+            manifest |= {"machines": machines, "copies": []}
         manifest["id"] = self._links.id
         with TensorWriter(new / STATE_NAME) as file:
             write_state(file, manifest, self._asked.context)

@@ -240,13 +240,14 @@ class _Waits:
 
 def owned(state: Wrapped, param: int, rank: int) -> list[tuple[int, int]]:
     """The elements of a parameter that a rank owns, as (first, count), from the first on."""
-    return [(first, count) for of, first, count in state.session.owners(param) if of == rank]
+    return [(first, count) for of, first, count in state.session.owners(param, rank) if of == rank]
 
 
 def keeper_of(state: Wrapped, parts: tuple[int, ...]) -> int:
-    """The rank that owns most elements of a tensor, and so reads or writes it in a file."""
+    """The rank that owns most elements of a tensor, for rank 0, and so reads or writes it in a
+    file."""
     counts: dict[int, int] = {0: 0}
     for part in parts:
-        for rank, _, count in state.session.owners(part):
+        for rank, _, count in state.session.owners(part, 0):
             counts[rank] = counts.get(rank, 0) + count
     return max(counts, key=lambda rank: (counts[rank], -rank))

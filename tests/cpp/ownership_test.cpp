@@ -1,0 +1,133 @@
+// Which rank holds what: every chunk that trains is of one rank, and what is frozen of one on each
+// machine. STRATA_SEEDS=10000 runs more; STRATA_SEED=7 replays one.
+#include "engine/ranks/ownership.hpp"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "configs.hpp"
+#include "engine/ranks/machine.hpp"
+#include "seeds.hpp"
+
+namespace strata {
+namespace {
+
+bool is_trained(const Layout& layout, std::uint32_t chunk) {
+  return layout.segments[layout.chunks[chunk].segment].trainable;
+}
+
+// In each unit, of the chunks that train, and of those that are frozen.
+void expect_contiguous(const Layout& layout, const Ownership& owns) {
+  for (const UnitLayout& unit : layout.units) {
+    std::uint32_t last[2] = {0, 0};
+    for (const std::uint32_t id : unit.chunks) {
+      std::uint32_t& before = last[is_trained(layout, id) ? 1 : 0];
+      ASSERT_LE(before, owns.owner(id));
+      before = owns.owner(id);
+    }
+  }
+}
+
+TEST(Ownership, EveryChunkHasOneOwnerInContiguousRangesOfLikeSize) {
+  for_seeds(200, [](std::uint64_t seed) {
+    std::mt19937_64 random(seed);
+    Config config = random_model(random);
+    config.page_bytes = kPageBytesMin;
+    const Layout layout = make_layout(config, config.page_bytes);
+    const auto ranks = static_cast<std::uint32_t>(1 + below(random, 8));
+    const Ownership first = share_chunks(layout, 0, ranks);
+    std::vector<std::int64_t> owned(ranks, 0);
+    std::int64_t total = 0, largest = 0;
+    for (std::uint32_t id = 0; id < layout.chunks.size(); ++id) {
+      ASSERT_LT(first.owner(id), ranks);
+      std::uint32_t owners = 0;
+      for (std::uint32_t rank = 0; rank < ranks; ++rank) {
+        const Ownership its = share_chunks(layout, rank, ranks);
+        ASSERT_EQ(its.rank, rank);
+        ASSERT_TRUE(ranks == 1 || its.owner(id) == first.owner(id));
+        owners += its.mine(id) ? 1 : 0;
+      }
+      ASSERT_EQ(owners, 1U);
+      owned[first.owner(id)] += std::int64_t{layout.chunks[id].pages()};
+      total += std::int64_t{layout.chunks[id].pages()};
+      largest = std::max(largest, std::int64_t{layout.chunks[id].pages()});
+    }
+    expect_contiguous(layout, first);
+    for (const std::int64_t pages : owned) {
+      EXPECT_LE(std::abs(pages - total / ranks), 2 * largest) << "of " << total << " pages";
+    }
+  });
+}
+
+// What trains has one owner, whatever the machines; and what is frozen one on each of them.
+TEST(Ownership, WhatIsFrozenIsOfEachMachine) {
+  for_seeds(200, [](std::uint64_t seed) {
+    std::mt19937_64 random(seed);
+    Config config = random_model(random);
+    config.page_bytes = kPageBytesMin;
+    for (ParamSpec& param : config.params) param.trainable = below(random, 2) == 0;
+    const Layout layout = make_layout(config, config.page_bytes);
+    config.ranks = static_cast<std::uint32_t>(2 + below(random, 6));
+    const std::uint64_t machines = 1 + below(random, config.ranks);
+    for (std::uint32_t rank = 0; rank < config.ranks; ++rank) {
+      config.machines.push_back("m" + std::to_string(below(random, machines)));
+    }
+    const Ownership alike = share_chunks(layout, 0, config.ranks);
+    for (std::uint32_t rank = 0; rank < config.ranks; ++rank) {
+      config.rank = rank;
+      const Ownership its = ownership_of(config, layout);
+      const std::vector<std::uint32_t> here = ranks_here(config);
+      const Ownership first = ownership_of(config, layout, here.front());
+      expect_contiguous(layout, its);
+      std::vector<std::int64_t> held(config.ranks, 0);  // of what is frozen, in pages
+      std::int64_t frozen = 0, largest = 0;
+      for (std::uint32_t id = 0; id < layout.chunks.size(); ++id) {
+        ASSERT_EQ(its.owner(id), first.owner(id)) << "ranks of a machine know the same";
+        if (is_trained(layout, id)) {
+          ASSERT_EQ(its.owner(id), alike.owner(id));
+          continue;
+        }
+        ASSERT_EQ(config.machine(its.owner(id)), config.machine(rank));
+        const std::int64_t pages = layout.chunks[id].pages();
+        held[its.owner(id)] += pages;
+        frozen += pages;
+        largest = std::max(largest, pages);
+      }
+      for (const std::uint32_t of : here) {
+        EXPECT_LE(std::abs(held[of] - frozen / std::ssize(here)), 2 * largest);
+      }
+    }
+  });
+}
+
+TEST(Ownership, EachRankHasTheScalesOfItsChunksAndNoOthers) {
+  for_seeds(100, [](std::uint64_t seed) {
+    std::mt19937_64 random(seed);
+    Config config = random_model(random);
+    config.page_bytes = kPageBytesMin;
+    config.moment_dtype = MomentDtype::block8;
+    const Layout layout = make_layout(config, config.page_bytes);
+    const auto ranks = static_cast<std::uint32_t>(1 + below(random, 4));
+    std::size_t total = 0;
+    const std::size_t of_one = share_chunks(layout, 0, 1).scale_bytes;
+    for (std::uint32_t rank = 0; rank < ranks; ++rank) {
+      const Ownership owns = share_chunks(layout, rank, ranks);
+      std::size_t next = 0;
+      for (std::uint32_t id = 0; id < layout.chunks.size(); ++id) {
+        if (!owns.mine(id)) continue;
+        ASSERT_EQ(owns.scales[id], next);
+        next += layout.scale_bytes(layout.chunks[id]);
+      }
+      ASSERT_EQ(owns.scale_bytes, next);
+      total += next;
+    }
+    EXPECT_EQ(total, of_one);
+  });
+}
+
+}  // namespace
+}  // namespace strata
