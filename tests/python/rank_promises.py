@@ -84,6 +84,31 @@ def crosses(run: Rank) -> tuple[int, int]:
     return sent, owned
 
 
+def crosses_of_frozen(run: Rank, form: str) -> dict[str, int]:
+    """Bytes that this rank sends in a step in which little trains; and those of the parameters that
+    do, of their pages, and of all others as they rest."""
+    units, page_bytes = 3, 64 << 10
+    model = make_model(units, width=256)
+    first, *_ = others = [p for p in model.parameters() if p.dim() == 2]
+    for parameter in others:
+        parameter.requires_grad_(False)
+    trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+    frozen = sum(p.nbytes for p in others) // (8 if form == "nf4" else 1)
+    memory = {"device": "2MiB", "host": "128MiB"}
+    model, optimizer = wrap(run, model, frozen=form, page_size=page_bytes, memory=memory)
+    state = wrapped(model)
+    assert state.wire is not None
+    run.meet()
+    before = sum(state.wire.sent.values())
+    for _ in range(2):
+        model(torch.ones(3, first.shape[1])).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    run.meet()
+    sent = sum(state.wire.sent.values()) - before
+    return {"sent": sent, "trained": trained, "pages": units * page_bytes, "frozen": frozen}
+
+
 def sends(run: Rank, steps: int = 2, **options: Any) -> dict[str, Any]:
     """The parameters after some steps, the bytes that this rank sent until all had those of the
     last one, and the bytes of all gradients of a step."""

@@ -77,12 +77,17 @@ def noted() -> Iterator[list[str]]:
     log.setLevel(level)
 
 
+def adopted(words: list[str]) -> bool:
+    """The pages were taken over where they lie."""
+    return any("are read when they are needed" in line for line in words)
+
+
 def goes_on(run: Rank, path: str, **options: Any) -> dict[str, Any]:
-    """As rank_saves.loads(). `adopted`: the pages were taken over where they lie."""
+    """As rank_saves.loads(), and whether pages were adopted."""
     with noted() as words:
         found = loads(run, path, **options)
-    told = [line for line in words if "are read when they are needed" in line or ": its " in line]
-    return found | {"adopted": any("when they are needed" in line for line in told), "told": told}
+    told = [line for line in words if adopted([line]) or ": its " in line]
+    return found | {"adopted": adopted(words), "told": told}
 
 
 def takes_kinds(run: Rank, series: str, **options: Any) -> dict[str, Any]:
@@ -94,9 +99,13 @@ def takes_kinds(run: Rank, series: str, **options: Any) -> dict[str, Any]:
 
 def loads_kinds(run: Rank, series: str, **options: Any) -> dict[str, Any]:
     """The same model, loaded: of all parameters and buffers."""
-    model, _ = wrap(run, Kinds(), **options_of(run, options))
-    strata.load(model, series)
-    return {"hash": hash_of(model)}
+    model, optimizer = wrap(run, Kinds(), **options_of(run, options))
+    with noted() as words:
+        strata.load(model, series)
+    loaded = hash_of(model)
+    run.meet()
+    train(run, model, optimizer, 1, first=STEPS)
+    return {"hash": loaded, "adopted": adopted(words)}
 
 
 def rotates(run: Rank, series: str, steps: int, **options: Any) -> dict[str, Any]:
@@ -122,7 +131,7 @@ def rotates(run: Rank, series: str, steps: int, **options: Any) -> dict[str, Any
         "held": held,
         "extra": extra,
         "back": back,
-        "adopted": any("when they are needed" in line for line in words),
+        "adopted": adopted(words),
         "again": again.name,
     }
 

@@ -88,6 +88,31 @@ def test_or_one_sum_of_them_in_float32(trace_path):
     assert len(set(one_rank_each)) == 1
 
 
+def test_nothing_crosses_of_what_is_frozen(trace_path):
+    trace = load(trace_path).trace
+    nothing = [False] * len(trace.units)
+
+    def crosses(trained, how="ranks"):
+        """Where that part of each unit trains."""
+        units = [unit.replace(grad_bytes=int(trained * unit.param_bytes)) for unit in trace.units]
+        network = Network(2, 8, 1e9, rank_sums=how)
+        return crossing_of(trace.replace(units=units), nothing, network)
+
+    for how in ("ranks", "machines"):
+        assert (crosses(0, how).bytes, crosses(0, how).bytes_min) == (0, 0)
+        assert crosses(0.25, how).bytes == pytest.approx(crosses(1, how).bytes / 4, rel=0.01)
+
+
+def test_each_machine_has_all_that_is_frozen(trace_path):
+    trace = load(trace_path).trace
+    frozen = trace.replace(units=[u.replace(grad_bytes=0, state_bytes=0) for u in trace.units])
+    for ranks, machines, part in ((4, 1, 4), (4, 2, 2), (4, 4, 1), (2, 2, 1)):
+        found = sharing.shared_among(frozen, ranks, machines)
+        held = sum(unit.param_bytes - unit.remote_param_bytes for unit in found.units)
+        expected = sum(unit.param_bytes for unit in frozen.units) / part
+        assert held == pytest.approx(expected, rel=0.1)
+
+
 def test_what_relays_keep_comes_once(trace_path):
     trace = load(trace_path).trace
     nothing = [False] * len(trace.units)
