@@ -67,6 +67,8 @@ def wire_bytes(model: torch.nn.Module) -> Answer:
     others = len(set(machines)) - 1
     lends, gradients = 0, 0
     for param, parameter in enumerate(state.params):
+        if param in state.frozen:
+            continue
         size = parameter.element_size()
         owners = state.session.owners(param, rank)
         own = sum(count for of, _, count in owners if of == rank)

@@ -89,6 +89,12 @@ def test_copies_that_make_no_sense_are_refused(
         [[number, chunk], [number, chunk]],
     ):
         assert list(unsound(manifest | {"copies": copies})), copies
+    one = {key: manifest[key] for key in manifest if key not in ("ranks", "others", "machines")}
+    one["chunks"] = [{k: c[k] for k in c if k != "rank"} for c in manifest["chunks"]]
+    assert list(unsound(one | {"copies": []})) == []
+    assert list(unsound(one | {"copies": [[number, chunk | {"rank": 0}]]}))
+    with pytest.raises(ValueError, match="chunk"):
+        slots_of(manifest | {"copies": [[number, 5]]})
 
     def refuse(why: str) -> None:
         raise CheckpointError(why)

@@ -96,19 +96,20 @@ def _summed(unit: TracedUnit) -> TracedUnit:
 def _held_in_part(unit: TracedUnit, chunks: int, here: int) -> TracedUnit:
     """The unit, of which a rank holds so many chunks. `here`: ranks of a machine, which share what
     is frozen of it; 0: there is one machine, and they share all alike."""
-    frozen = unit.param_bytes - trained_bytes(unit) if here else 0
+    rests = unit.code_bytes or unit.param_bytes
+    frozen = max(0, rests - trained_bytes(unit)) if here else 0
 
     def others(size: int) -> int:
         page = size // unit.chunks if unit.chunks else 0
         return size - chunks * page
 
     def params(size: int) -> int:
-        of_all = size * frozen // max(1, unit.param_bytes)
+        of_all = size * frozen // max(1, rests)
         return others(size - of_all) + of_all - of_all // max(1, here)
 
     return unit.replace(
         remote_elements=params(unit.elements),
-        remote_param_bytes=params(unit.param_bytes),
+        remote_param_bytes=params(rests),
         remote_grad_bytes=others(unit.grad_bytes),
         remote_state_bytes=others(unit.state_bytes),
     )

@@ -174,8 +174,8 @@ def ranks_on_paper(rank_group: Any = None) -> Ranks | None:
 
 
 def paper_ranks(count: int, machines: int = 1) -> Ranks:
-    """The first of so many, as many on each machine."""
-    if machines == 1 or count % machines:
+    """The first of so many, as many on each machine as far as that goes."""
+    if machines == 1:
         return Ranks(0, count, "")
     names = tuple(f"machine-{rank * machines // count}" for rank in range(count))
     return Ranks(0, count, "", machines=names)

@@ -12,8 +12,8 @@ each machine's sum does, in float32. Pages come ahead of their use and gradients
 backward, so a step takes the longer of the two, the step without a network and the network.
 
 What is frozen each machine has, and none of it crosses. A trace does not tell how much of a unit
-trains: as many bytes as its gradients have, at most. Under rank_gathers="int8" what trains comes as
-codes, but for units of which something is frozen, which count as they are.
+trains: as many elements as its gradients have, at most. Under rank_gathers="int8" what trains comes
+as codes, but for units of which something is frozen, which count as they are.
 """
 
 from __future__ import annotations
@@ -63,12 +63,13 @@ class Crossing:
 
 
 def trained_bytes(unit: TracedUnit) -> int:
-    """The most bytes of its parameters that train: no more than their gradients have."""
-    return min(unit.param_bytes, unit.grad_bytes)
+    """The most bytes of its parameters that train. REQUIRES: gradients in float32, as of ranks."""
+    elements = min(unit.elements, unit.grad_bytes // FLOAT32_BYTES)
+    return unit.param_bytes * elements // max(1, unit.elements)
 
 
 def crossing_of(trace: Trace, resident: Sequence[bool], network: Network) -> Crossing:
-    """Of a step whose plan says which units stay on the device. `trace`: of one rank."""
+    """Of a step whose plan says which units stay on the device. `trace`: of one rank of several."""
     uses = Counter(use.unit for use in trace.uses)
     here = network.ranks // network.machines
     comes = again = passing = sent = least = 0
@@ -83,7 +84,7 @@ def crossing_of(trace: Trace, resident: Sequence[bool], network: Network) -> Cro
             again += max(uses[number] - 1, 0) * crosses
             passing += trained
         if network.rank_sums == "machines" and here > 1:
-            sent += FLOAT32_BYTES * unit.elements * trained // max(1, unit.param_bytes)
+            sent += min(FLOAT32_BYTES * unit.elements, unit.grad_bytes)
         else:
             sent += here * trained
         least += crosses + trained

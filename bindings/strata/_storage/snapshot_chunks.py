@@ -30,13 +30,14 @@ def check_chunks(manifest: Manifest, tensors: list[StoredTensor], fail: Fail) ->
     size = manifest["page_bytes"]
     if manifest["moment_dtype"] not in ELEMENT_BYTES:
         fail(f"its moments are {manifest['moment_dtype']!r:.20}")
-    for chunk in manifest["chunks"]:
+    for number, chunk in enumerate(all_chunks(manifest)):
         for part, first, count, at, *_ in chunk["runs"]:
             tensor, begin = manifest["parts"][part]
             numbers = (part, first, at, tensor, begin, count)
             if not all(type(n) is int and n >= 0 for n in numbers) or count == 0:
                 fail("a run has a number that is no place")
-            covered[tensor].append((begin + first, count))
+            if number < len(manifest["chunks"]):
+                covered[tensor].append((begin + first, count))
     for number, chunk in manifest["copies"]:
         tensors_of = {manifest["parts"][run[0]][0] for run in chunk["runs"]}
         trained = any(manifest["params"][tensor]["trainable"] for tensor in tensors_of)

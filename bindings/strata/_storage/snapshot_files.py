@@ -144,8 +144,11 @@ def drives_by_rank(manifest: dict[str, Any]) -> list[list[dict[str, str]]]:
 
 
 def all_chunks(manifest: dict[str, Any]) -> list[dict[str, Any]]:
-    """With those that other machines have as well."""
-    return [*manifest["chunks"], *(chunk for _, chunk in manifest.get("copies", []))]
+    """With those that other machines have as well. Raises ValueError where one is none."""
+    chunks = [*manifest["chunks"], *(chunk for _, chunk in manifest.get("copies", []))]
+    if not all(isinstance(chunk, dict) for chunk in chunks):
+        raise ValueError("a chunk is none")
+    return chunks
 
 
 def chunks_for(manifest: dict[str, Any], rank: int) -> list[dict[str, Any]]:

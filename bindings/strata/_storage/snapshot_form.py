@@ -112,7 +112,7 @@ def _has_copies_of_machines(manifest: dict[str, Any], ranks: int) -> bool:
         number, rank = copy[0], copy[1].get("rank")
         if type(rank) is not int or not 0 <= rank < ranks:
             return False
-        if machines[rank] == machines[chunks[number]["rank"]]:
+        if machines[rank] == machines[chunks[number].get("rank", 0)]:
             return False
         there.add((number, machines[rank]))
     return len(there) == len(copies)

@@ -169,7 +169,7 @@ def page_paths(manifest: dict[str, Any], folder: Path) -> list[str]:
 
 
 def slots_of(manifest: dict[str, Any], rank: int = 0) -> list[Slot]:
-    """Every slot that holds a page of a rank's, once. Raises ValueError where a page is none.
+    """Every slot that holds a page of a rank's, once. Raises ValueError where one makes no sense.
     REQUIRES: "page_bytes" and "chunks" are there."""
     found: dict[int, Slot] = {}
     for page in _pages_of(manifest, rank):
