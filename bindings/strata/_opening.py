@@ -80,7 +80,7 @@ def open_session(model: nn.Module, optimizer: torch.optim.Optimizer, options: Op
             if ranks is None:
                 check(model, optimizer, options)
             else:
-                check_alike(ranks, options, lambda: check(model, optimizer, options), model)
+                check_alike(ranks, options, lambda: _check(model, optimizer, options), model)
             undo = Undo(model, optimizer)
             dropped = _drop_gradients(model)
             take_shards(model, optimizer)
@@ -104,6 +104,12 @@ def open_session(model: nn.Module, optimizer: torch.optim.Optimizer, options: Op
             format_count(dropped, "gradient"),
         )
     return state
+
+
+def _check(model: nn.Module, optimizer: torch.optim.Optimizer, options: Options) -> dict[str, str]:
+    """As check(). Returns what ranks say of the values that they begin with."""
+    check(model, optimizer, options)
+    return weight_files.said_of(options.weights, options.seed, options.init_device)
 
 
 def _give_heap_back() -> None:

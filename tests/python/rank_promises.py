@@ -282,6 +282,19 @@ def is_refused(run: Rank, what: str) -> list[str]:
         options["rank_sums"] = "machines"
     if what == "workers" and odd:
         options["workers"] = -1
+    if what in ("weights", "missing"):
+        path = run.folder / f"of-{run.rank}.safetensors"
+        values = model.state_dict()
+        values["2.2.weight"] = values["2.2.weight"] + 1e-3 * odd  # one of twelve
+        if what == "weights" or not odd:
+            save_file(values, path)
+        options["weights"] = path
+    if what == "no weights" and not odd:
+        options["weights"] = "init"
+    if what == "seeds":
+        options |= {"weights": "init", "seed": run.rank}
+    if what in ("weights", "missing", "no weights", "seeds"):
+        model = model.to("meta")
     if what == "tensor":
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.tensor import DTensor, Partial

@@ -143,6 +143,13 @@ def test_ctrl_c_ends_all_and_leaves_nothing(ranks: Ranks, tmp_path: Path, who: l
         ("gathers", "rank_gathers is exact on rank 0 and int8 on rank 1"),
         ("machine sums", "rank_sums is ranks on rank 0 and machines on rank 1"),
         ("workers", r"workers must be .*-1|refused on rank 1: ValueError: workers must be"),
+        (
+            "weights",
+            r"weights is 1 file, (\d+) bytes, .* on rank 0 and 1 file, \1 bytes, .* rank 1",
+        ),
+        ("missing", r"no weights at .*of-1"),
+        ("no weights", "weights is init on rank 0 and not given on rank 1"),
+        ("seeds", "seed is 0 on rank 0 and 1 on rank 1"),
         ("tensor", r"'0.0.weight' is a DTensor with Partial\(sum\).*redistribute"),
     ],
 )

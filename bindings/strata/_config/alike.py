@@ -2,6 +2,8 @@
 
     check_alike(ranks, options, check, model)     # every rank; all of them raise, or none
 
+`check` raises for what cannot be trained at all, and says by name what else is to be the same.
+
 What differs is said by rank, with both values. What only shows later (learning rates, the moments
 at which ranks do things) the core compares at step().
 
@@ -35,14 +37,14 @@ SAME_OPTIONS = (
 
 
 def check_alike(
-    ranks: Ranks, options: Options, check: Callable[[], None], model: nn.Module
+    ranks: Ranks, options: Options, check: Callable[[], dict[str, str]], model: nn.Module
 ) -> None:
     """Runs `check`, and compares the ranks. Raises what it raises, and on the other ranks
     ValueError; where ranks differ, ValueError with the first that does, and in what."""
     try:
-        check()
+        facts = check()
         options.check()
-        said: dict[str, Any] = {"facts": _facts(options), "error": ""}
+        said: dict[str, Any] = {"facts": _facts(options) | facts, "error": ""}
         parameters = _parameters(model)
     except Exception as error:
         ranks.hear({"error": f"{type(error).__name__}: {error!s:.1000}"})

@@ -8,7 +8,9 @@ The parameters stay on the meta device and keep their identity; their values go 
 memory used beside the model is that of one module. Buffers become real in place.
 """
 
+import hashlib
 import json
+import os
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from .._config.choices import INIT
+from .._config.sizes import format_count
 from .._errors import listed
 from .._runtime.ready_codes import ReadyCodes
 from . import initialise
@@ -34,6 +37,7 @@ INDEX_NAME = "model.safetensors.index.json"
 # there are none.
 NAMES = (INDEX_NAME, "model.safetensors")
 TORCH_NAMES = ("pytorch_model.bin.index.json", "pytorch_model.bin")
+SAMPLES, SAMPLE_BYTES = 64, 4096  # of each file
 
 
 def load(
@@ -105,6 +109,24 @@ def check_values(model: nn.Module, weights: str | Path | None) -> None:
             'not there: leave it out to keep their values, or pass weights="./init" for a folder '
             "of that name"
         )
+
+
+def said_of(weights: str | Path | None, seed: int, device: str | torch.device) -> dict[str, str]:
+    """What a rank says of where values come from, by what it is called: for people, and another
+    where they are others. Files are looked at, and not read. Raises as WeightFiles."""
+    if weights is None:
+        return {"weights": "not given"}
+    drawn = {"seed": str(seed), "init_device": torch.device(device).type}
+    if weights == INIT:
+        return {"weights": INIT} | drawn
+    sizes, samples = [], hashlib.sha256()
+    for path in _weight_files(Path(weights)):
+        with path.open("rb") as file:
+            sizes.append(os.fstat(file.fileno()).st_size)
+            for i in range(SAMPLES):
+                samples.update(os.pread(file.fileno(), SAMPLE_BYTES, sizes[-1] * i // SAMPLES))
+    what = f"{format_count(len(sizes), 'file')}, {sum(sizes)} bytes, {samples.hexdigest()[:12]}"
+    return {"weights": what} | drawn  # adapters are drawn, too
 
 
 class WeightFiles:
