@@ -14,6 +14,7 @@ second to begin. What a rank ends with, an exception too, it ends with as any Py
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import gc
 import importlib
 import json
@@ -31,6 +32,7 @@ from types import TracebackType
 from typing import Any
 
 TIMEOUT_S = 150.0
+SAYS_S = 0.5  # what it takes to say where it hangs
 
 
 @dataclass
@@ -79,14 +81,16 @@ class Run:
         return json.loads(path.read_text()) if path.exists() else None
 
     def wait(self, timeout: float = TIMEOUT_S) -> list[Outcome]:
-        """Returns when all have ended. Those that hang are killed, and the test fails."""
+        """Returns when all have ended. Those that hang say where they are, and are killed."""
         end = self._began + timeout
         while (codes := self.codes()) is None:
             self._server.check()
             if time.monotonic() > end:
-                for pid in self.pids:
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(pid, signal.SIGKILL)
+                for number in (signal.SIGUSR2, signal.SIGKILL):
+                    for pid in self.pids:
+                        with contextlib.suppress(ProcessLookupError):
+                            os.kill(pid, number)
+                    time.sleep(SAYS_S)
                 raise AssertionError(f"ranks hang: {self.outputs()}")
             time.sleep(0.01)
         outcomes = []
@@ -181,6 +185,7 @@ def _be_rank(order: dict[str, Any], rank: int) -> None:
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    faulthandler.register(signal.SIGUSR2)  # where each thread is
     torch.set_num_threads(1)
     if order["machines"]:
         machine = os.environ["STRATA_MACHINE"] = order["machines"][rank]
