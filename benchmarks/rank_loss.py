@@ -25,9 +25,11 @@ from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
+from torch import distributed
+
 from .common import Context, Figure
 from .peers.child import Child
-from .rank_loss_child import CHECKPOINT, DIGESTS, LAST_STEP, Board, Setting, start_order
+from .rank_loss_child import CHECKPOINT, DIGESTS, LAST_STEP, STORE_PORT, Board, Setting, start_order
 
 KILLS_PER_RUN = 10  # then a new run begins, with other settings
 HEARD_S = 2.0  # in which all others have raised
@@ -56,10 +58,10 @@ WORDS = {
 
 def run(context: Context) -> Iterator[Figure]:
     """Yields how soon others knew, and what was lost."""
-    with (
-        context.scratch() as folder,
-        closing(Child([sys.executable, "-m", "benchmarks.rank_loss_child"], os.environ)) as server,
-    ):
+    store = distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    command = [sys.executable, "-m", "benchmarks.rank_loss_child"]
+    environment = os.environ | {STORE_PORT: str(store.port)}
+    with context.scratch() as folder, closing(Child(command, environment)) as server:
         server.ask(json.dumps({"digests": str(folder)}))
         campaign = Campaign(context, folder, server)
         count = context.count or (3 if context.quick else context.rounds)

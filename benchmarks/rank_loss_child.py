@@ -37,6 +37,7 @@ CHECKPOINT = "checkpoint"
 DIGESTS = "digests"  # a file of the digest behind every step, the first before all
 DIGEST_BYTES = 16
 PR_SET_PDEATHSIG = 1
+STORE_PORT = "STRATA_BENCH_STORE_PORT"  # where ranks meet: outlives them, as torchrun's store does
 RANKS_MAX = 8
 DOING = ("nothing", "meet", "wrap", "load", "step", "save", "done")
 PLACES: dict[str, dict[str, str]] = {
@@ -166,8 +167,8 @@ def write_digests(folder: Path) -> None:
             file.write(digest_of_state(training.model))
 
 
-def be_rank(setting: Setting, rank: int) -> None:
-    """As a script of torchrun's is."""
+def be_rank(setting: Setting, rank: int, run: int) -> None:
+    """As a script of torchrun's is. `run`: a number that no other one of this server has."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     folder = Path(setting.folder)
     log = os.open(folder / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -180,9 +181,12 @@ def be_rank(setting: Setting, rank: int) -> None:
     try:
         if setting.ranks > 1:
             os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(setting.ranks)}
-            store = f"file://{folder}/store"
+            store = distributed.TCPStore("127.0.0.1", int(os.environ[STORE_PORT]))
             distributed.init_process_group(
-                "gloo", init_method=store, rank=rank, world_size=setting.ranks
+                "gloo",
+                store=distributed.PrefixStore(str(run), store),
+                rank=rank,
+                world_size=setting.ranks,
             )
         train(setting, rank, board)
     except BaseException:
@@ -190,15 +194,13 @@ def be_rank(setting: Setting, rank: int) -> None:
         raise
 
 
-def start(setting: Setting) -> list[int]:
+def start(setting: Setting, run: int) -> list[int]:
     """In a rank it returns nothing, when the rank is through."""
-    folder = Path(setting.folder)
-    (folder / "store").unlink(missing_ok=True)
     pids = []
     for rank in range(setting.ranks):
         pid = os.fork()
         if pid == 0:
-            be_rank(setting, rank)
+            be_rank(setting, rank, run)
             return []
         pids.append(pid)
     return pids
@@ -239,7 +241,7 @@ def main() -> None:
     gc.freeze()  # else each rank copies all of this when it looks at it at its end
     pids: list[int] = []
     print(json.dumps({"ready": True}), file=answers)
-    for line in sys.stdin:
+    for run, line in enumerate(sys.stdin):
         order = json.loads(line)
         if "digests" in order:
             child = os.fork()
@@ -248,7 +250,7 @@ def main() -> None:
                 return
             print(json.dumps({"status": os.waitpid(child, 0)[1]}), file=answers)
         elif "start" in order:
-            pids = start(Setting(**order["start"]))
+            pids = start(Setting(**order["start"]), run)
             if not pids:
                 return
             print(json.dumps({"pids": pids}), file=answers)

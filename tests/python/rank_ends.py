@@ -85,7 +85,7 @@ def dies_in_unwrap(run: Rank) -> list[Any]:
 
 def meets_by(run: Rank, backend: str) -> str:
     """The parameters after a step and a checkpoint, where torch's own group is of this backend."""
-    _init(run, backend, 60.0)
+    run.join(backend, timedelta(seconds=60))
     model, optimizer = wrap(run, make_model())
     train(run, model, optimizer, 1)
     strata.save(model, run.folder / "checkpoint")
@@ -93,9 +93,18 @@ def meets_by(run: Rank, backend: str) -> str:
     return hash_of(model)
 
 
+def meets_over_a_file(run: Rank) -> None:
+    """With the log that a user sees."""
+    logging.basicConfig(level=logging.WARNING)
+    distributed.init_process_group(
+        "gloo", init_method=f"file://{run.folder}/store", rank=run.rank, world_size=run.ranks
+    )
+    wrap(run, make_model())
+
+
 def saves_beside_one_that_is_stopped(run: Rank, timeout: float) -> None:
     """The others call strata.save() when the test has stopped rank 1; torch waits so long."""
-    _init(run, "gloo", timeout)
+    run.join("gloo", timedelta(seconds=timeout))
     model, optimizer = wrap(run, make_model())
     train(run, model, optimizer, 1)
     if run.rank == 1:
@@ -115,13 +124,3 @@ def saves_beside_one_that_is_late(run: Rank) -> None:
         run.mark("there")
         run.await_go()
     strata.save(model, run.folder / "checkpoint")
-
-
-def _init(run: Rank, backend: str, timeout: float) -> None:
-    distributed.init_process_group(
-        backend,
-        init_method=f"file://{run.folder}/store",
-        rank=run.rank,
-        world_size=run.ranks,
-        timeout=timedelta(seconds=timeout),
-    )

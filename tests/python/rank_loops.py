@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import time
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,18 @@ class Rank:
     rank: int
     ranks: int
     folder: Path
+    port: int = 0  # of the store where ranks of a run find each other
+
+    def join(self, backend: str, timeout: timedelta | None = None) -> None:
+        """Begins torch's group of them all."""
+        store = distributed.TCPStore("127.0.0.1", self.port)
+        distributed.init_process_group(
+            backend,
+            store=distributed.PrefixStore(str(self.folder), store),
+            rank=self.rank,
+            world_size=self.ranks,
+            timeout=timeout,
+        )
 
     def meet(self) -> None:
         """Waits for all ranks."""

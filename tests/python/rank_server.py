@@ -9,6 +9,9 @@ with Ranks() as ranks:
 
 A server imports everything once and forks the ranks of each run, so a run takes a fraction of a
 second to begin. What a rank ends with, an exception too, it ends with as any Python process does.
+
+Ranks meet as those of torchrun do, over a store that outlives them. A file would not do: a rank
+that is killed while it writes leaves half a record, which torch's FileStore never ends reading.
 """
 
 from __future__ import annotations
@@ -30,6 +33,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+
+from torch import distributed
 
 TIMEOUT_S = 150.0
 SAYS_S = 0.5  # what it takes to say where it hangs
@@ -110,6 +115,7 @@ class Ranks:
         self.temporary = Path(self._folder.name) / "tmp"  # where ranks make theirs
         self.temporary.mkdir()
         self._runs = 0
+        self._store = distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         environment = os.environ | {
             "TMPDIR": str(self.temporary),
             "GLOO_SOCKET_IFNAME": "lo",
@@ -145,6 +151,7 @@ class Ranks:
         folder.mkdir()
         self._runs += 1
         order = {"scenario": scenario, "ranks": count, "folder": str(folder), "machines": machines}
+        order |= {"port": self._store.port}
         assert self._server.stdin is not None
         self._server.stdin.write((json.dumps(order | {"with": arguments}) + "\n").encode())
         self._server.stdin.flush()
@@ -178,7 +185,6 @@ def _be_rank(order: dict[str, Any], rank: int) -> None:
     import rank_scenarios
     import torch
     from machine_disks import hide_others
-    from torch import distributed
 
     folder = Path(order["folder"])
     log = os.open(folder / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT)
@@ -192,16 +198,11 @@ def _be_rank(order: dict[str, Any], rank: int) -> None:
         order["with"] = json.loads(json.dumps(order["with"]).replace("{machine}", machine))
         if root := order["with"].pop("hides", None):
             hide_others(root, machine)
+    run = rank_scenarios.Rank(rank, order["ranks"], folder, order["port"])
     if order["ranks"] > 1:
         os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(order["ranks"])}
         if order["with"].pop("meet", True):
-            distributed.init_process_group(
-                "gloo",
-                init_method=f"file://{folder}/store",
-                rank=rank,
-                world_size=order["ranks"],
-            )
-    run = rank_scenarios.Rank(rank, order["ranks"], folder)
+            run.join("gloo")
     module, _, name = order["scenario"].rpartition(".")
     scenarios = importlib.import_module(module or "rank_scenarios")
     value = getattr(scenarios, name)(run, **order["with"])

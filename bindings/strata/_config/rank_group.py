@@ -73,6 +73,15 @@ def group_of(rank_group: Any) -> Group | None:
     return _of_mesh(rank_group)
 
 
+def meets_over_a_file() -> bool:
+    """Whether processes found each other by torch's FileStore, which never ends reading half a
+    record: one that is killed while it writes may leave that."""
+    store = default_store()
+    while isinstance(store, distributed.PrefixStore):
+        store = store.underlying_store
+    return isinstance(store, distributed.FileStore)
+
+
 def _is_of_others(rank_group: Any) -> bool:
     """Whether it is what torch has in place of a group that this process is not in."""
     if isinstance(rank_group, distributed.DeviceMesh):

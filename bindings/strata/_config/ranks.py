@@ -42,7 +42,7 @@ from torch import distributed
 
 from .._errors import StrataError
 from .launched import processes_started, restarts_share_a_store
-from .rank_group import Collectives, cpu_group, group_of
+from .rank_group import Collectives, cpu_group, group_of, meets_over_a_file
 
 if TYPE_CHECKING:
     from .._core import Config, Plan
@@ -254,6 +254,12 @@ def _find_ranks(rank_group: Any) -> Ranks | None:
             "ranks that torchrun starts again may look for those that died, in the store that all "
             "of them use (PyTorch issue 135712): give torchrun "
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in its environment, and no --master-addr"
+        )
+    if found.rank == 0 and meets_over_a_file():
+        log.warning(
+            "ranks meet over a file (init_method='file://...'): where one is killed while it "
+            "writes there, the others may read for ever; torchrun, and init_method='tcp://...', "
+            "have no file"
         )
     said = found.hear({**_machine(), "pid": os.getpid()})
     machines = _named(said)
