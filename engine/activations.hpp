@@ -24,14 +24,13 @@
 #include <optional>
 #include <vector>
 
+#include "engine/values.hpp"
 #include "memory/copy_engine.hpp"
 #include "memory/heap.hpp"
 #include "memory/timeline.hpp"
 #include "offload/residency/page_cache.hpp"
 
 namespace strata {
-
-enum class SaveId : std::uint32_t {};
 
 // Pages that nobody uses. Those on the SSD have their slots.
 struct ActivationRoom {

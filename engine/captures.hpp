@@ -37,41 +37,11 @@
 #include <utility>
 #include <vector>
 
+#include "engine/snapshot.hpp"
 #include "memory/check.hpp"
 #include "optimizers/rule.hpp"
 
 namespace strata {
-
-// What a run of elements holds of a gradient.
-//   landed   since the last step
-//   merged   likewise, added to one of an earlier step that waits for its update
-//   waiting  of an earlier step, which nothing was added to, but its chunk waits for step()
-enum class HeldGradient : std::uint8_t { none, landed, merged, waiting };
-
-// Elements of a parameter in a chunk, all with the same steps and kind of gradient.
-struct SavedRun {
-  std::uint32_t chunk = 0;
-  std::uint32_t param = 0;
-  std::size_t in_chunk = 0;
-  std::size_t in_param = 0;
-  std::size_t count = 0;
-  std::int64_t step = 0;  // updates that it has had
-  HeldGradient gradient = HeldGradient::none;
-  // Of a waiting one: what its update would compute with. (Such gradients are never scaled.)
-  std::uint32_t hyper = 0;  // in Captures::hypers()
-  std::int64_t update_step = 0;
-  float scale = 1.0f;
-
-  bool operator==(const SavedRun&) const = default;
-};
-
-// What is known of a parameter's gradient.
-struct SavedGradient {
-  std::uint32_t param = 0;
-  std::uint32_t count = 0;  // that landed since the last step
-  double sum_squares = 0.0;
-  GradScaling scaling = {};
-};
 
 class Captures final {
  public:

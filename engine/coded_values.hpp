@@ -10,32 +10,14 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <optional>
-#include <span>
 
 #include "engine/captures.hpp"
 #include "engine/foundation.hpp"
 #include "engine/updates.hpp"
+#include "engine/values.hpp"
 #include "offload/residency/prefetcher.hpp"
 
 namespace strata {
-
-// A tensor that is to be stored as codes.
-struct PlainValues {
-  const void* values = nullptr;
-  Dtype dtype = Dtype::bfloat16;
-  std::size_t row_elements = 0;      // of its last dimension; of one without rows, all
-  std::optional<float> offset = {};  // of nf4-double; none: the mean, summed in double
-};
-
-// Codes and scales of elements of a parameter, in order: see form.hpp, Note [A page of codes].
-// `Byte`: const where they are written.
-template <class Byte>
-struct Stored {
-  std::span<Byte> codes;   // code_bytes(): says how many elements there are
-  std::span<Byte> scales;  // scale_bytes()
-  std::span<Byte> groups;  // of nf4-double: a ScaleGroup for every 256 blocks, the last for fewer
-};
 
 class CodedValues final {
  public:

@@ -7,8 +7,11 @@
 //   core.gradients.land(lock, param, data, dtype, stream);
 #pragma once
 
+#include <cstdint>
 #include <functional>
+#include <optional>
 #include <string>
+#include <vector>
 
 #include "engine/between_steps.hpp"
 #include "engine/captures.hpp"
@@ -18,9 +21,9 @@
 #include "engine/gradients.hpp"
 #include "engine/in_place_writes.hpp"
 #include "engine/ranks/other_ranks.hpp"
-#include "engine/ranks/wire.hpp"
 #include "engine/rearranger.hpp"
 #include "engine/resumption.hpp"
+#include "engine/session_parts.hpp"
 #include "engine/snapshots.hpp"
 #include "engine/stats.hpp"
 #include "engine/step_planner.hpp"
@@ -31,19 +34,6 @@
 #include "offload/residency/prefetcher.hpp"
 
 namespace strata {
-
-// What a test replaces. Left empty, the real thing is made.
-struct SessionParts : TierParts, GateOptions {
-  // No pump: asked in every turn whether a worker may have finished; absent: always.
-  std::function<bool()> worker_is_done;
-  Foreign foreign;  // for groups of Rule::foreign
-  // Of one of several ranks; absent: the one that the configuration names.
-  std::unique_ptr<Meeting> meeting;
-  // To ranks of other machines; absent: all are of this one.
-  std::unique_ptr<Wire> wire;
-  // Called after every turn, for checks of what must always hold.
-  std::function<void(const PageTable&, const Claims&)> turned;
-};
 
 class Core final {
  public:

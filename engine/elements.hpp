@@ -15,10 +15,9 @@
 #include "engine/foundation.hpp"
 #include "engine/in_place_writes.hpp"
 #include "engine/updates.hpp"
+#include "engine/values.hpp"
 
 namespace strata {
-
-enum class Kind : std::uint8_t { master, moment1, moment2, grad };
 
 class Elements final {
  public:

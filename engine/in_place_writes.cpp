@@ -107,7 +107,7 @@ void InPlaceWrites::take_chunk(Lock& lock, std::uint32_t id, std::span<const Pie
 
 void InPlaceWrites::note_if_frozen(PageId page) {
   const Chunk& chunk = base_.layout.chunks[base_.layout.chunk_of[index(page)]];
-  if (!base_.layout.segments[chunk.segment].trainable) captures_.note_frozen_written();
+  if (!base_.layout.trains(chunk)) captures_.note_frozen_written();
 }
 
 // Masters of what changed become what was written; the others stay. `before` is empty where the old

@@ -222,7 +222,7 @@ Dtype Layout::grad_dtype(const Segment& segment) const {
 }
 
 std::uint32_t Layout::grad_frames(const Chunk& chunk) const {
-  if (!segments[chunk.segment].trainable) return 0;
+  if (!trains(chunk)) return 0;
   return static_cast<std::uint32_t>(ceil_div(chunk.elements, elements_per_page(chunk, Role::grad)));
 }
 
@@ -237,7 +237,7 @@ std::size_t Layout::scale_offset(const Chunk& chunk, Role moment, std::size_t el
 
 // A scale for each block and moment.
 std::size_t Layout::scale_bytes(const Chunk& chunk) const {
-  if (moment_dtype != MomentDtype::block8 || !segments[chunk.segment].trainable) return 0;
+  if (moment_dtype != MomentDtype::block8 || !trains(chunk)) return 0;
   const std::size_t blocks = ceil_div(chunk.elements, kMomentBlock);
   return blocks * sizeof(std::uint16_t) * static_cast<std::size_t>(moments);
 }

@@ -148,6 +148,7 @@ struct Layout {
   }
   std::vector<Piece> pieces(std::uint32_t param) const { return pieces(param, 0, numel[param]); }
   const Segment& segment_of(std::uint32_t param) const { return segments[places[param].segment]; }
+  bool trains(const Chunk& chunk) const { return segments[chunk.segment].trainable; }
   // Some of the unit's parameters rest as codes: its view shows pages that rest nowhere.
   bool has_codes(UnitId unit) const {
     return std::ranges::any_of(units[index(unit)].pages,

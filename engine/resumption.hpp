@@ -35,26 +35,12 @@
 #include "engine/foundation.hpp"
 #include "engine/gradients.hpp"
 #include "engine/rearranger.hpp"
+#include "engine/snapshot.hpp"
 #include "engine/snapshots.hpp"
 #include "engine/swapping.hpp"
 #include "engine/visits.hpp"
 
 namespace strata {
-
-// What another session left.
-struct LeftState {
-  PageFiles files;  // opened to write
-  // By snapshot that links the files: what its slots hold, those of scales and gradients too. The
-  // first one is to go on from.
-  std::vector<std::vector<SavedFiles::Slot>> snapshots;
-  // Of that: which page has which slot, in any order, and no page twice. The others are zero.
-  struct PageAt {
-    PageId page = kNoPage;
-    SlotId slot = kNoSlot;
-  };
-  std::vector<PageAt> pages;
-  std::vector<std::byte> scales;  // the scale area: see Ownership
-};
 
 class Resumption final {
  public:

@@ -33,7 +33,6 @@
 // that; else there will be no snapshot.
 #pragma once
 
-#include <array>
 #include <cstdint>
 #include <deque>
 #include <map>
@@ -45,51 +44,11 @@
 #include "engine/captures.hpp"
 #include "engine/foundation.hpp"
 #include "engine/gradients.hpp"
+#include "engine/snapshot.hpp"
 #include "engine/snapshot_room.hpp"
 #include "engine/updates.hpp"
 
 namespace strata {
-
-// What a chunk's state is, role by role; gradients are part of it where any have landed.
-inline constexpr std::array kSavedRoles = {Role::param, Role::master, Role::moment1, Role::moment2};
-
-struct SavedSlot {
-  SlotId slot = kNoSlot;
-  SlotContents contents;
-};
-
-struct SavedPage : SavedSlot {
-  PageId page = kNoPage;
-};
-
-// Page `number` of what the chunk's gradient would lie in, where that is no page.
-struct SavedFrame : SavedSlot {
-  std::uint32_t chunk = 0;
-  std::uint32_t number = 0;
-};
-
-// Where the scales of a chunk's moments begin: all in one page, as they lie in the scale area.
-struct SavedScales {
-  std::uint32_t chunk = 0;
-  std::uint32_t page = 0;  // of Snapshot::scales
-  std::size_t byte = 0;    // in the page
-};
-
-struct Snapshot {
-  std::int64_t step = 0;         // the last whose updates are in it
-  std::vector<SavedPage> pages;  // in order of id; the others are zero
-  std::vector<SavedRun> runs;    // of what is trained; in order of chunk, and of place there
-  bool has_gradients = false;
-  std::vector<SavedFrame> frames;        // in order of chunk and number
-  std::vector<SavedGradient> gradients;  // in order of parameter
-  std::vector<Hyper> hypers;             // of waiting gradients
-  std::vector<SavedSlot> scales;         // pages of scales
-  std::vector<SavedScales> scales_at;    // in order of chunk
-  std::vector<SavedSlot> others;         // of another session's, of which nothing else is known
-
-  // As the comments say. Takes as long as there are pages, so it is not done under the lock.
-  void sort();
-};
 
 class Snapshots final {
  public:

@@ -7,11 +7,16 @@
 #include <string>
 #include <vector>
 
-#include "engine/updates.hpp"
 #include "memory/cuda/counts.hpp"
 #include "offload/residency/links.hpp"
 
 namespace strata {
+
+// Counters by unit.
+struct Staleness {
+  std::vector<std::vector<std::uint64_t>> seen;  // by steps that a forward's parameters lagged
+  std::vector<std::uint64_t> merged;             // gradients that were added to older ones
+};
 
 struct SessionStats {
   // Of pages, gradients and activations.

@@ -15,28 +15,13 @@
 #include "engine/gradients.hpp"
 #include "engine/in_place_writes.hpp"
 #include "engine/ranks/other_ranks.hpp"
+#include "engine/step_options.hpp"
 #include "engine/step_planner.hpp"
 #include "engine/updates.hpp"
 #include "offload/residency/loads.hpp"
 #include "offload/residency/prefetcher.hpp"
 
 namespace strata {
-
-struct StepOptions {
-  double max_norm = 0.0;       // > 0: scale gradients so that their norm is at most this
-  double max_unit_norm = 0.0;  // > 0: likewise, those of each unit by themselves
-  double grad_divisor = 1.0;
-  bool skip_nonfinite = false;
-  // Of all gradients, as Gradients::sum_squares() has them of a parameter, where this session has a
-  // part of them alone: the norm is theirs.
-  std::optional<double> squares = {};
-};
-
-struct StepResult {
-  double norm = 0.0;  // of all gradients, after division and before clipping
-  bool finite = true;
-  bool skipped = false;
-};
 
 class Steps final {
  public:

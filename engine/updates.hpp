@@ -57,6 +57,7 @@
 #include "engine/layout.hpp"
 #include "engine/ranks/ownership.hpp"
 #include "engine/released_groups.hpp"
+#include "engine/stats.hpp"
 #include "memory/timeline.hpp"
 #include "offload/residency/prefetcher.hpp"
 #include "optimizers/workers.hpp"
@@ -70,12 +71,6 @@ struct Release {
   std::span<const GradScaling> scalings;  // ... by parameter: what was asked of each
   std::span<const UnitId> units;          // whose gradients
   bool ends_step = false;                 // there are no more of this step
-};
-
-// Counters by unit.
-struct Staleness {
-  std::vector<std::vector<std::uint64_t>> seen;  // by steps that a forward's parameters lagged
-  std::vector<std::uint64_t> merged;             // gradients that were added to older ones
 };
 
 // Invariants:

@@ -21,12 +21,10 @@
 #include "engine/foundation.hpp"
 #include "engine/in_place_writes.hpp"
 #include "engine/updates.hpp"
+#include "engine/values.hpp"
 #include "offload/residency/prefetcher.hpp"
 
 namespace strata {
-
-// Who has units entered: a number of the caller's, new for every visit.
-using Visit = std::uint64_t;
 
 struct EnterOptions {
   bool backward = false;

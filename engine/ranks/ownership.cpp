@@ -30,8 +30,8 @@ std::uint64_t scale_pages(const Layout& layout, const Ownership& owns) {
 }
 
 // Gives out the chunks that train, or those that are frozen, to some ranks.
-void share(const Layout& layout, bool trained, const std::vector<std::uint32_t>& takers,
-           std::vector<std::uint32_t>& owners) {
+void give_out(const Layout& layout, bool trained, const std::vector<std::uint32_t>& takers,
+              std::vector<std::uint32_t>& owners) {
   const auto count = static_cast<std::int64_t>(takers.size());
   // By taker: pages times `count` that it may still take. They add up to zero between units.
   std::vector<std::int64_t> left(takers.size(), 0);
@@ -39,9 +39,10 @@ void share(const Layout& layout, bool trained, const std::vector<std::uint32_t>&
     std::vector<std::uint32_t> chunks;
     std::int64_t total = 0;
     for (const std::uint32_t id : unit.chunks) {
-      if (layout.segments[layout.chunks[id].segment].trainable != trained) continue;
+      const Chunk& chunk = layout.chunks[id];
+      if (layout.trains(chunk) != trained) continue;
       chunks.push_back(id);
-      total += layout.chunks[id].pages();
+      total += chunk.pages();
     }
     for (std::int64_t& share : left) share += total;
     auto taker = left.begin();
@@ -67,8 +68,8 @@ Ownership share_chunks(const Layout& layout, std::uint32_t rank, std::uint32_t r
     std::vector<std::uint32_t> all(ranks);
     std::iota(all.begin(), all.end(), 0);
     owns.owners.assign(layout.chunks.size(), 0);
-    share(layout, true, all, owns.owners);
-    share(layout, false, here.empty() ? all : here, owns.owners);
+    give_out(layout, true, all, owns.owners);
+    give_out(layout, false, here.empty() ? all : here, owns.owners);
   }
   place_scales(layout, ranks, owns);
   return owns;
@@ -98,7 +99,7 @@ SnapshotSlots snapshot_slots(const Layout& layout, const Ownership& owns) {
     if (!owns.mine(id)) continue;
     const Chunk& chunk = layout.chunks[id];
     const std::uint64_t pages = chunk.pages() - chunk.run(Role::grad).count;
-    (layout.segments[chunk.segment].trainable ? slots.trained : slots.frozen) += pages;
+    (layout.trains(chunk) ? slots.trained : slots.frozen) += pages;
     slots.gradients += layout.grad_frames(chunk);
   }
   slots.trained += scale_pages(layout, owns);

@@ -12,6 +12,7 @@
 #include "coded_fixtures.hpp"
 #include "doubles/faulty_device.hpp"
 #include "doubles/gpu.hpp"
+#include "engine/decoder.hpp"
 #include "engine/session.hpp"
 #include "memory/host_device.hpp"
 #include "seeds.hpp"

@@ -6,6 +6,7 @@
 #include <chrono>
 #include <vector>
 
+#include "engine/ranks/collectors.hpp"
 #include "engine/ranks/jams.hpp"
 #include "ranks_on.hpp"
 

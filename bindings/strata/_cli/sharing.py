@@ -74,9 +74,8 @@ def shared_among(trace: Trace, ranks: int, machines: int = 1) -> Trace:
             for unit, chunks in zip(trace.units, held, strict=True)
         ),
     )
-    here = ranks // machines
     units = [
-        _held_in_part(unit, taken[fullest], here if machines > 1 else 0)
+        _held_in_part(unit, taken[fullest], ranks // machines)
         for unit, taken in zip(trace.units, held, strict=True)
     ]
     return trace.replace(units=units)
@@ -94,10 +93,10 @@ def _summed(unit: TracedUnit) -> TracedUnit:
 
 
 def _held_in_part(unit: TracedUnit, chunks: int, here: int) -> TracedUnit:
-    """The unit, of which a rank holds so many chunks. `here`: ranks of a machine, which share what
-    is frozen of it; 0: there is one machine, and they share all alike."""
+    """The unit, of which a rank holds so many chunks that train. `here`: ranks of a machine, which
+    share what is frozen of it."""
     rests = unit.code_bytes or unit.param_bytes
-    frozen = max(0, rests - trained_bytes(unit)) if here else 0
+    frozen = max(0, rests - trained_bytes(unit))
 
     def others(size: int) -> int:
         page = size // unit.chunks if unit.chunks else 0
@@ -105,7 +104,7 @@ def _held_in_part(unit: TracedUnit, chunks: int, here: int) -> TracedUnit:
 
     def params(size: int) -> int:
         of_all = size * frozen // max(1, rests)
-        return others(size - of_all) + of_all - of_all // max(1, here)
+        return others(size - of_all) + of_all - of_all // here
 
     return unit.replace(
         remote_elements=params(unit.elements),

@@ -1,0 +1,31 @@
+// SessionParts: the parts that a session is made of, for who replaces some.
+//
+// Threads: values.
+#pragma once
+
+#include <functional>
+#include <memory>
+
+#include "engine/gate.hpp"
+#include "engine/ranks/meeting.hpp"
+#include "engine/ranks/wire.hpp"
+#include "engine/tiers.hpp"
+#include "memory/page_table.hpp"
+#include "optimizers/workers.hpp"
+
+namespace strata {
+
+// What a test replaces. Left empty, the real thing is made.
+struct SessionParts : TierParts, GateOptions {
+  // No pump: asked in every turn whether a worker may have finished; absent: always.
+  std::function<bool()> worker_is_done;
+  Foreign foreign;  // for groups of Rule::foreign
+  // Of one of several ranks; absent: the one that the configuration names.
+  std::unique_ptr<Meeting> meeting;
+  // To ranks of other machines; absent: all are of this one.
+  std::unique_ptr<Wire> wire;
+  // Called after every turn, for checks of what must always hold.
+  std::function<void(const PageTable&, const Claims&)> turned;
+};
+
+}  // namespace strata
