@@ -8,7 +8,7 @@
 
 #include "activation_room.hpp"
 
-namespace strata {
+namespace strata::activations_test {
 namespace {
 
 constexpr std::size_t kPage = Room::kPage;
@@ -382,4 +382,4 @@ TEST(Activations, AgreeWithPlainMemory) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::activations_test

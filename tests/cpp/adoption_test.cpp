@@ -14,7 +14,7 @@
 #include "offload/storage/memory_engine.hpp"
 #include "session_fixtures.hpp"
 
-namespace strata {
+namespace strata::adoption_test {
 namespace {
 
 Use use_of(std::uint32_t unit, bool backward, std::uint32_t enter, std::uint32_t leave) {
@@ -155,4 +155,4 @@ TEST(Adoption, WhatTheMachineRefusesMovesNothing) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::adoption_test

@@ -12,7 +12,7 @@
 #include <numeric>
 #include <thread>
 
-namespace strata {
+namespace strata::affinity_test {
 namespace {
 
 using Numbers = std::vector<int>;
@@ -169,4 +169,4 @@ TEST(WorkerPlacement, GivesWayOnTheThreadThatAsks) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::affinity_test

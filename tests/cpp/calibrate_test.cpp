@@ -12,7 +12,7 @@
 #include "memory/cuda/frames.hpp"
 #include "memory/host_device.hpp"
 
-namespace strata {
+namespace strata::calibrate_test {
 namespace {
 
 constexpr std::size_t kPage = 64 * kKiB;
@@ -176,4 +176,4 @@ TEST(UpdateProbe, CountsElementsOfEveryDtype) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::calibrate_test

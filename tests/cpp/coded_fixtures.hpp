@@ -1,7 +1,7 @@
 // Sessions with parameters that rest as codes, and what their device is to show.
 //
 //   Session session(coded_config(Codes::nf4, folder.path()));
-//   fill(session);
+//   fill_coded(session);
 //   train(session, Codes::nf4, 2);          // looks at all that the device shows
 #pragma once
 
@@ -19,8 +19,7 @@
 
 namespace strata {
 
-inline constexpr std::size_t kPage = kPageBytesMin;
-inline constexpr std::uint32_t kUnits = 3;
+inline constexpr std::uint32_t kCodedUnits = 3;
 inline constexpr Codes kForms[] = {Codes::int8, Codes::nf4, Codes::nf4_double};
 // Of each unit: a trained sliver, and two frozen weights, of which the first begins and ends in the
 // middle of pages.
@@ -29,9 +28,10 @@ inline constexpr std::size_t kRow = 192;
 inline constexpr std::size_t kWeights[] = {kRow * 900, kRow * 128};
 inline constexpr std::uint32_t kEach = 3;
 
-inline Config coded_config(Codes codes, const std::string& folder, std::size_t page = kPage) {
+inline Config coded_config(Codes codes, const std::string& folder,
+                           std::size_t page = kPageBytesMin) {
   Config config;
-  for (std::uint32_t u = 0; u < kUnits; ++u) {
+  for (std::uint32_t u = 0; u < kCodedUnits; ++u) {
     config.units.push_back("block" + std::to_string(u));
     config.params.push_back(
         {.name = "sliver" + std::to_string(u), .numel = kSliver, .unit = UnitId{u}});
@@ -75,7 +75,7 @@ struct WholePage {
   struct alignas(64) Line {
     std::byte bytes[64];
   };
-  std::size_t bytes = kPage;
+  std::size_t bytes = kPageBytesMin;
   std::vector<Line> memory;
 };
 
@@ -101,7 +101,7 @@ inline bool coded(const Session& session, std::uint32_t param) {
   return session.config().params[param].stored.has_value();
 }
 
-inline void fill(Session& session) {
+inline void fill_coded(Session& session) {
   for (std::uint32_t p = 0; p < session.config().params.size(); ++p) {
     const std::size_t numel = session.config().params[p].numel;
     const std::vector<float> values = weight_values(p, numel);
@@ -142,15 +142,15 @@ inline void train(Session& session, Codes codes, int steps, TestDevice* device =
     session.leave(UnitId{unit});
   };
   for (int step = 0; step < steps; ++step) {
-    for (std::uint32_t u = 0; u < kUnits; ++u) visit(u, false);
-    for (std::uint32_t u = kUnits; u-- > 0;) visit(u, true);
+    for (std::uint32_t u = 0; u < kCodedUnits; ++u) visit(u, false);
+    for (std::uint32_t u = kCodedUnits; u-- > 0;) visit(u, true);
     session.step(session.config().groups, {});
   }
 }
 
 inline std::vector<float> trained(Session& session) {
-  std::vector<float> all(kUnits * kSliver);
-  for (std::uint32_t u = 0; u < kUnits; ++u) {
+  std::vector<float> all(kCodedUnits * kSliver);
+  for (std::uint32_t u = 0; u < kCodedUnits; ++u) {
     session.read(u * kEach, Kind::master, 0, all.data() + u * kSliver, kSliver);
   }
   return all;

@@ -14,7 +14,7 @@
 #include "rank_training.hpp"
 #include "sent_codes.hpp"
 
-namespace strata {
+namespace strata::coded_gathers_test {
 namespace {
 
 Config coded(Config config = roomy()) {
@@ -234,4 +234,4 @@ TEST(CodedGathers, WhatCameAsCodesIsNotReadNorComputedWithWhatDidNot) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::coded_gathers_test

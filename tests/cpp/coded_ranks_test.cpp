@@ -17,7 +17,7 @@
 #include "engine/residence.hpp"
 #include "temp_folder.hpp"
 
-namespace strata {
+namespace strata::coded_ranks_test {
 namespace {
 
 constexpr std::uint32_t kRanks = 2;
@@ -55,7 +55,7 @@ class CodedRanks : public OverDevices {
         parts.wire = wires.wire(rank);
       }
       Session session(config, std::move(parts));
-      fill(session);
+      fill_coded(session);
       all.arrive_and_wait();  // nobody reads what is not written yet
       train(session, codes, 2, device);
       found[rank] = trained(session);
@@ -140,4 +140,4 @@ TEST(CodedRanksOnGpus, WhatARankClaimsLaterThePinsOfTheOtherReach) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::coded_ranks_test

@@ -18,13 +18,13 @@
 #include "seeds.hpp"
 #include "temp_folder.hpp"
 
-namespace strata {
+namespace strata::coded_test {
 namespace {
 
 TEST(Coded, EveryElementIsInOnePageAndComputedOnce) {
   for_seeds(200, [](std::uint64_t seed) {
     std::mt19937_64 random(seed);
-    const std::size_t page = kPage << random() % 3;
+    const std::size_t page = kPageBytesMin << random() % 3;
     Config config;
     config.units = {"a", "b"};
     config.groups = {Hyper{}};
@@ -86,7 +86,7 @@ TEST_P(CodedOn, TheDeviceShowsTheValuesOfTheCodes) {
     std::vector<float> plain;
     {
       Session roomy(coded_config(codes, ""));
-      fill(roomy);
+      fill_coded(roomy);
       train(roomy, codes, 2);
       plain = trained(roomy);
     }
@@ -94,7 +94,7 @@ TEST_P(CodedOn, TheDeviceShowsTheValuesOfTheCodes) {
       TempFolder folder;
       const Config config = fit(coded_config(codes, folder.path(), size));
       Session small(config, device().parts());
-      fill(small);
+      fill_coded(small);
       train(small, codes, 2, &device());
       EXPECT_EQ(trained(small), plain) << name(codes) << ", pages of " << size;
       train(small, codes, 1, &device());
@@ -109,7 +109,7 @@ INSTANTIATE_TEST_SUITE_P(Devices, CodedOn, testing::ValuesIn(kTestDevices), devi
 TEST(Coded, OnlyCodesCrossTheLinks) {
   TempFolder folder;
   Session session(coded_config(Codes::nf4, folder.path()));
-  fill(session);
+  fill_coded(session);
   train(session, Codes::nf4, 2);
   const auto moved = [&](Link link) {
     return session.stats().link_bytes[static_cast<std::size_t>(link)];
@@ -118,10 +118,10 @@ TEST(Coded, OnlyCodesCrossTheLinks) {
   train(session, Codes::nf4, 1);
   std::uint64_t elements = 0, codes = 0;
   for (const std::size_t numel : kWeights) {
-    elements += kUnits * numel;
-    codes += kUnits * (code_bytes(Codes::nf4, numel) + scale_bytes(Codes::nf4, numel));
+    elements += kCodedUnits * numel;
+    codes += kCodedUnits * (code_bytes(Codes::nf4, numel) + scale_bytes(Codes::nf4, numel));
   }
-  const std::uint64_t slivers = kUnits * kPage;
+  const std::uint64_t slivers = kCodedUnits * kPageBytesMin;
   EXPECT_GE(moved(Link::upload) - uploaded, codes);
   EXPECT_LE(moved(Link::upload) - uploaded, 2 * (codes + slivers));
   EXPECT_LT(moved(Link::upload) - uploaded, elements * 2);
@@ -132,7 +132,7 @@ TEST(Coded, ReadsGiveValuesAndCodesAsTheyRest) {
   for (const Codes codes : kForms) {
     TempFolder folder;
     Session session(coded_config(codes, folder.path()));
-    fill(session);
+    fill_coded(session);
     Session copy(coded_config(codes, ""));
     for (std::uint32_t p = 0; p < session.config().params.size(); ++p) {
       if (!coded(session, p)) continue;
@@ -163,7 +163,7 @@ TEST(Coded, NewCodesReachTheDevice) {
   TempFolder folder;
   for (const std::string& path : {std::string(), folder.path()}) {
     Session session(coded_config(Codes::nf4, path));
-    fill(session);
+    fill_coded(session);
     train(session, Codes::nf4, 1);
     const std::vector<float> others = weight_values(99, kWeights[0]);
     session.quantise(1, {.values = others.data(), .dtype = Dtype::float32, .row_elements = kRow});
@@ -181,7 +181,7 @@ TEST(Coded, LateCopiesAreWaitedFor) {
     parts.device =
         faulty(host_device(nullptr, CopyMode::polled), {.polls_late_max = 9, .seed = seed});
     Session session(coded_config(Codes::nf4_double, folder.path()), std::move(parts));
-    fill(session);
+    fill_coded(session);
     train(session, Codes::nf4_double, 2);
   }
 }
@@ -193,11 +193,11 @@ TEST(Coded, AFailedCopyEndsTheSession) {
     SessionParts parts;
     parts.device = faulty(host_device(nullptr, CopyMode::polled), {.nth_copy = nth});
     Session session(coded_config(Codes::nf4, folder.path()), std::move(parts));
-    fill(session);
+    fill_coded(session);
     const std::string said = refusal_of([&] {
-      for (std::uint32_t u = 0; u < 100 * kUnits; ++u) {
-        session.enter(UnitId{u % kUnits}, false);
-        session.leave(UnitId{u % kUnits});
+      for (std::uint32_t u = 0; u < 100 * kCodedUnits; ++u) {
+        session.enter(UnitId{u % kCodedUnits}, false);
+        session.leave(UnitId{u % kCodedUnits});
       }
     });
     EXPECT_NE(said.find("injected fault of a copy"), std::string::npos) << nth << ": " << said;
@@ -217,7 +217,7 @@ TEST(Coded, WhatCannotBeStoredIsRefused) {
             std::string::npos);
 
   Session session(coded_config(Codes::int8, ""));
-  fill(session);
+  fill_coded(session);
   const auto says = [&](const std::function<void()>& call, const char* words) {
     const std::string said = refusal_of(call);
     EXPECT_NE(said.find(words), std::string::npos) << said;
@@ -251,4 +251,4 @@ TEST(Coded, WhatCannotBeStoredIsRefused) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::coded_test

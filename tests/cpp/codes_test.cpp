@@ -17,7 +17,7 @@
 #include "memory/result.hpp"
 #include "optimizers/codes/tables.hpp"
 
-namespace strata {
+namespace strata::codes_test {
 namespace {
 
 constexpr Codes kForms[] = {Codes::int8, Codes::nf4, Codes::nf4_double};
@@ -348,4 +348,4 @@ TEST(StoredForm, ScalesAndValuesThatAreNotFiniteAreFound) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::codes_test

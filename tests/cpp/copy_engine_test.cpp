@@ -10,7 +10,7 @@
 
 #include "device_conformance.hpp"
 
-namespace strata {
+namespace strata::copy_engine_test {
 namespace {
 
 class CopyEngineTest : public DeviceTest {};
@@ -133,4 +133,4 @@ TEST_P(CopyEngineTest, MemoryIsPinnedOrCopiedAllTheSame) {
 INSTANTIATE_TEST_SUITE_P(Devices, CopyEngineTest, every_device(), conformance_name);
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::copy_engine_test

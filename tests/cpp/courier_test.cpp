@@ -21,7 +21,7 @@
 #include "memory/shared_area.hpp"
 #include "sent_codes.hpp"
 
-namespace strata {
+namespace strata::courier_test {
 namespace {
 
 using namespace std::chrono_literals;
@@ -349,4 +349,4 @@ TEST(Courier, CodesThatCannotBeAreNoticed) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::courier_test

@@ -16,7 +16,7 @@
 #include "simulated_run.hpp"
 #include "whole_snapshot.hpp"
 
-namespace strata {
+namespace strata::crash_test {
 namespace {
 
 struct Crashed {};
@@ -197,4 +197,4 @@ TEST(Crash, OfAVolatileDiskLosesWhatWasNotFlushed) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::crash_test

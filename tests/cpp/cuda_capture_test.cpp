@@ -11,7 +11,7 @@
 #include "gpu_session.hpp"
 #include "session_fixtures.hpp"
 
-namespace strata {
+namespace strata::cuda_capture_test {
 namespace {
 
 constexpr int kSteps = 3;
@@ -133,4 +133,4 @@ TEST(CudaCapture, TheDoubleTellsWhoIsLetThrough) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::cuda_capture_test

@@ -9,7 +9,7 @@
 #include "seeds.hpp"
 #include "temp_folder.hpp"
 
-namespace strata {
+namespace strata::cuda_coded_test {
 namespace {
 
 // Kernels run as late as they like, and read what nobody has written over meanwhile.
@@ -19,12 +19,12 @@ TEST(CudaCoded, LateKernelsOfAGpuAreWaitedFor) {
     RecordingDriver driver({.host_tensors = true, .late = true, .seed = seed});
     Config config = coded_config(kForms[seed % 3], folder.path());
     config.device = "cuda:0";
-    config.host_bytes += kLandingFrames * kPage;
+    config.host_bytes += kLandingFrames * kPageBytesMin;
     {
       Session session(config, parts_over(driver));
-      fill(session);
-      for (std::uint32_t u = 0; u < 4 * kUnits; ++u) {
-        const std::uint32_t unit = u % kUnits;
+      fill_coded(session);
+      for (std::uint32_t u = 0; u < 4 * kCodedUnits; ++u) {
+        const std::uint32_t unit = u % kCodedUnits;
         session.enter(UnitId{unit}, false);
         CallersWork caller(driver.table());
         session.leave(UnitId{unit});
@@ -42,10 +42,10 @@ TEST(CudaCoded, AKernelThatFailsEndsTheSession) {
       Config config = coded_config(Codes::nf4, "");
       config.device = "cuda:0";
       Session session(config, parts_over(driver));
-      fill(session);
+      fill_coded(session);
       KernelsOfDouble::nth_decoding_fails = nth;
       const std::string said = refusal_of([&] {
-        for (std::uint32_t u = 0; u < kUnits; ++u) {
+        for (std::uint32_t u = 0; u < kCodedUnits; ++u) {
           session.enter(UnitId{u}, false);
           session.leave(UnitId{u});
         }
@@ -63,14 +63,15 @@ TEST(CudaCoded, HostMemoryThatAGpuDoesNotReachIsRefused) {
     Config config = coded_config(Codes::nf4, "");
     config.device = "cuda:0";
     return refusal_of([&] {
-      const Session session(config, parts_over(driver, false, {.pinned_piece_bytes = 2 * kPage}));
+      const Session session(config,
+                            parts_over(driver, false, {.pinned_piece_bytes = 2 * kPageBytesMin}));
     });
   };
   EXPECT_NE(said_over({.reaches_host = false}).find("take frozen=\"as-is\""), std::string::npos);
-  const std::string said = said_over({.registered_bytes_max = 4 * kPage});
+  const std::string said = said_over({.registered_bytes_max = 4 * kPageBytesMin});
   EXPECT_NE(said.find("256.0 KiB could be pinned"), std::string::npos) << said;
   EXPECT_NE(said.find("memory={\"host\": 262144}"), std::string::npos) << said;
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::cuda_coded_test

@@ -10,7 +10,7 @@
 
 #include "device_subjects.hpp"
 
-namespace strata {
+namespace strata::cuda_device_test {
 namespace {
 
 constexpr std::size_t kPage = 64 * kKiB;
@@ -363,4 +363,4 @@ TEST(RecordingDriver, ComplainsOfWhatGoesWhileItIsUsed) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::cuda_device_test

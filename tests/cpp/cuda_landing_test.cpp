@@ -17,7 +17,7 @@
 #include "gpu_session.hpp"
 #include "random_session.hpp"
 
-namespace strata {
+namespace strata::cuda_landing_test {
 namespace {
 
 constexpr std::uint32_t kUnits = 3;
@@ -85,7 +85,7 @@ GpuOptions pinned_by(std::size_t page) {
   return {.pinned_piece_bytes = page};
 }
 
-void fill(Session& session) {
+void fill_params(Session& session) {
   std::mt19937 random(1);
   std::normal_distribution<float> normal;
   for (std::uint32_t p = 0; p < kParams; ++p) {
@@ -120,7 +120,7 @@ double train_once(Session& session) {
 }
 
 Trained train(Session& session) {
-  fill(session);
+  fill_params(session);
   Trained run;
   for (int step = 0; step < 2; ++step) run.norms.push_back(train_once(session));
   session.drain();
@@ -332,7 +332,7 @@ TEST(CudaLanding, ManyThreadsLandInTheSmallestHostCache) {
   RecordingDriver driver({.hidden = true, .late = true});
   {
     Session session(in_the_smallest_host(form), parts_over(driver, true, pinned_by(form.page)));
-    fill(session);
+    fill_params(session);
     Trained run;
     for (int step = 0; step < 2; ++step) {
       for (std::uint32_t u = kUnits; u-- > 0;) {
@@ -379,4 +379,4 @@ TEST(CudaLanding, ClosingWaitsForWhatLands) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::cuda_landing_test

@@ -12,7 +12,7 @@
 #include "memory/cuda/device.hpp"
 #include "memory/cuda/library.hpp"
 
-namespace strata {
+namespace strata::cuda_library_test {
 namespace {
 
 // The text of the configuration error that `open` throws; empty: it throws none.
@@ -163,4 +163,4 @@ TEST(CountedDriver, CountsWhatIsWaitedForAndForwardsEveryEntry) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::cuda_library_test

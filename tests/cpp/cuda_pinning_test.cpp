@@ -10,7 +10,7 @@
 #include "device_subjects.hpp"
 #include "memory/mapping.hpp"
 
-namespace strata {
+namespace strata::cuda_pinning_test {
 namespace {
 
 constexpr std::size_t kPage = 64 * kKiB;
@@ -64,4 +64,4 @@ TEST(CudaPorts, CopiesGoOnWhereNothingCanBePinned) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::cuda_pinning_test

@@ -12,7 +12,7 @@
 #include "gpu_session.hpp"
 #include "session_fixtures.hpp"
 
-namespace strata {
+namespace strata::cuda_polling_test {
 namespace {
 
 using std::chrono::milliseconds;
@@ -230,4 +230,4 @@ TEST(CudaPolling, ASessionLooksWhileSomethingIsInFlightAndThenSleeps) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::cuda_polling_test

@@ -10,7 +10,7 @@
 #include "gpu_session.hpp"
 #include "session_fixtures.hpp"
 
-namespace strata {
+namespace strata::cuda_resting_test {
 namespace {
 
 // Frames for the units that come and go, and for two whole ones.
@@ -239,4 +239,4 @@ TEST(CudaResting, ALostDeviceIsNoticed) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::cuda_resting_test

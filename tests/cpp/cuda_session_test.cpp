@@ -11,7 +11,7 @@
 #include "gpu_session.hpp"
 #include "session_fixtures.hpp"
 
-namespace strata {
+namespace strata::cuda_session_test {
 namespace {
 
 constexpr int kSteps = 3;
@@ -223,4 +223,4 @@ TEST_F(CudaSession, ABudgetThatIsTakenIsRefused) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::cuda_session_test

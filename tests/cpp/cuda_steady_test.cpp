@@ -15,7 +15,7 @@
 #include "gpu_session.hpp"
 #include "session_fixtures.hpp"
 
-namespace strata {
+namespace strata::cuda_steady_test {
 namespace {
 
 constexpr int kSteps = 3;
@@ -166,4 +166,4 @@ TEST(CudaSteady, AWorkerSleepsOncePerUpdateOnTheDevice) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::cuda_steady_test

@@ -14,7 +14,7 @@
 #include "pattern.hpp"
 #include "session_fixtures.hpp"
 
-namespace strata {
+namespace strata::cuda_swapping_test {
 namespace {
 
 using Bytes = std::vector<std::byte>;
@@ -290,4 +290,4 @@ TEST(CudaSwapping, EveryCallMayFail) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::cuda_swapping_test

@@ -12,7 +12,7 @@
 #include "memory/mapping.hpp"
 #include "session_fixtures.hpp"
 
-namespace strata {
+namespace strata::descriptors_test {
 namespace {
 
 // Lets this process open `count` files and no more. Those that are open stay so.
@@ -78,4 +78,4 @@ TEST(Descriptors, WhatCannotBeReadIsNotGuessed) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::descriptors_test

@@ -13,7 +13,7 @@
 #include "memory/slab.hpp"
 #include "page_copy.hpp"
 
-namespace strata {
+namespace strata::device_copy_test {
 namespace {
 
 constexpr std::size_t kPage = 64 * kKiB;
@@ -104,4 +104,4 @@ TEST(DeviceCopyTest, WhateverCallFailsNothingIsLeft) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::device_copy_test

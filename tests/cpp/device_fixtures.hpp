@@ -285,9 +285,4 @@ inline Coded any_coded(const StoredForm& form, Dtype to, Bytes& bytes, std::mt19
   return any;
 }
 
-// Pages begin at a multiple of its size.
-struct alignas(kPartAlignment) Line {
-  std::byte bytes[kPartAlignment];
-};
-
 }  // namespace strata

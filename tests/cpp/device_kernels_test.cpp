@@ -30,11 +30,16 @@
 #define STRATA_CUDA_LIBRARY ""
 #endif
 
-namespace strata {
+namespace strata::device_kernels_test {
 namespace {
 
 constexpr FrameId kFrame{0};
 constexpr std::size_t kFrameBytes = 4 * kMiB;
+
+// Pages begin at a multiple of its size.
+struct alignas(kPartAlignment) Line {
+  std::byte bytes[kPartAlignment];
+};
 
 // A device and the kernels that are to be held against the CPU's.
 struct Subject {
@@ -372,4 +377,4 @@ INSTANTIATE_TEST_SUITE_P(Devices, DeviceKernelsTest, testing::ValuesIn(kSubjects
                          [](const auto& subject) { return std::string(subject.param.name); });
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::device_kernels_test

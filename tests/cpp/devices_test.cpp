@@ -7,7 +7,7 @@
 #include "engine/residence.hpp"
 #include "memory/result.hpp"
 
-namespace strata {
+namespace strata::devices_test {
 namespace {
 
 TEST(Devices, HaveNames) {
@@ -114,4 +114,4 @@ TEST(Devices, PagesOfAGpuAreLarge) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::devices_test

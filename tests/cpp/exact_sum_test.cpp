@@ -13,7 +13,7 @@
 #include <string>
 #include <vector>
 
-namespace strata {
+namespace strata::exact_sum_test {
 namespace {
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
@@ -212,4 +212,4 @@ TEST(ExactSum, WhatIsNoSumOfSquaresIsRefused) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::exact_sum_test

@@ -6,7 +6,7 @@
 
 #include "paper_steps.hpp"
 
-namespace strata {
+namespace strata::follow_test {
 namespace {
 
 constexpr double kNear = 1e-9;
@@ -89,4 +89,4 @@ TEST(Follow, WhatIsPredictedComesToWhatIsMeasured) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::follow_test

@@ -13,7 +13,7 @@
 #include "memory/doorbell.hpp"
 #include "optimizers/workers.hpp"
 
-namespace strata {
+namespace strata::foreign_test {
 namespace {
 
 constexpr std::size_t kCount = 2 * kForeignSlice + 77;  // a last slice that is short and odd
@@ -201,4 +201,4 @@ TEST(ForeignWorkers, ArePlacedAsTheyAreTold) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::foreign_test

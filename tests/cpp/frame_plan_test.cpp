@@ -6,7 +6,7 @@
 #include "seeds.hpp"
 #include "traces.hpp"
 
-namespace strata {
+namespace strata::frame_plan_test {
 namespace {
 
 // Must the unit's pages keep their frames at this moment? Written from the definition: from the
@@ -215,4 +215,4 @@ TEST(FramePlan, AnEmptyTraceHasNoPlan) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::frame_plan_test

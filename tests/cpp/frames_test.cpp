@@ -13,7 +13,7 @@
 #include "memory/device_memory.hpp"
 #include "sanitized.hpp"
 
-namespace strata {
+namespace strata::frames_test {
 namespace {
 
 class FramesTest : public DeviceTest {};
@@ -140,4 +140,4 @@ TEST(DeviceLeaks, NothingIsLeftBehind) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::frames_test

@@ -15,7 +15,7 @@
 #include "memory/mapping.hpp"
 #include "memory/slab.hpp"
 
-namespace strata {
+namespace strata::heap_test {
 namespace {
 
 struct Block {
@@ -159,4 +159,4 @@ TEST(HeapDeathTest, ForeignBytesAreRefused) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::heap_test

@@ -8,7 +8,7 @@
 
 #include "memory/result.hpp"
 
-namespace strata {
+namespace strata::hello_test {
 namespace {
 
 Config plain_config() {
@@ -80,4 +80,4 @@ TEST(Hello, TellsFormsApart) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::hello_test

@@ -11,7 +11,7 @@
 #include "memory/doorbell.hpp"
 #include "pattern.hpp"
 
-namespace strata {
+namespace strata::host_device_test {
 namespace {
 
 TEST(HostDevice, RefusesAClaimBeyondTheMachine) {
@@ -102,4 +102,4 @@ TEST(FaultyDevice, ClaimsAndMapsFail) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::host_device_test

@@ -16,7 +16,7 @@
 #include "offload/storage/make_engine.hpp"
 #include "offload/storage/memory_engine.hpp"
 
-namespace strata {
+namespace strata::io_engine_test {
 namespace {
 
 constexpr std::uint32_t kBlock = 16 * kKiB;
@@ -347,4 +347,4 @@ TEST(MakeIoEngineTest, AutoTakesOneThatRunsAndSaysWhy) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::io_engine_test

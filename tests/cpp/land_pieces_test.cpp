@@ -14,7 +14,7 @@
 #include "optimizers/half.hpp"
 #include "optimizers/rule.hpp"
 
-namespace strata {
+namespace strata::land_pieces_test {
 namespace {
 
 constexpr std::size_t kRanks[] = {1, 2, 3, 4, 5, 8, 64};
@@ -239,4 +239,4 @@ TEST(LandPieces, WhatMeansNothingIsRefused) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::land_pieces_test

@@ -7,7 +7,7 @@
 #include "offload/planner/simulate.hpp"
 #include "paper_steps.hpp"
 
-namespace strata {
+namespace strata::lanes_test {
 namespace {
 
 constexpr double kNear = 1e-9;
@@ -187,4 +187,4 @@ TEST(Lanes, CodesComeUpNoFasterThanTheirValuesAreComputed) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::lanes_test

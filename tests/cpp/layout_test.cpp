@@ -9,7 +9,7 @@
 #include "configs.hpp"
 #include "seeds.hpp"
 
-namespace strata {
+namespace strata::layout_test {
 namespace {
 
 constexpr std::array kPageSizes{64 * kKiB, 256 * kKiB, 4 * kMiB};
@@ -330,4 +330,4 @@ TEST(Layout, BytesOfAParameterAtRest) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::layout_test

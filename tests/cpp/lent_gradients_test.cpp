@@ -12,7 +12,7 @@
 #include "optimizers/exact_sum.hpp"
 #include "session_fixtures.hpp"
 
-namespace strata {
+namespace strata::lent_gradients_test {
 namespace {
 
 // One gradient, whose bytes are others when it is given back.
@@ -227,4 +227,4 @@ TEST_F(Lending, TakeTheMemoryOfTheirPlace) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::lent_gradients_test

@@ -10,7 +10,7 @@
 #include "engine/ranks/jams.hpp"
 #include "ranks_on.hpp"
 
-namespace strata {
+namespace strata::machine_sums_test {
 namespace {
 
 // Sums of machines of so many ranks: of a window, machine by machine.
@@ -276,4 +276,4 @@ TEST(MachineSums, OfMachinesWithOneRankAreItsGradients) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::machine_sums_test

@@ -7,7 +7,7 @@
 
 #include "rank_training.hpp"
 
-namespace strata {
+namespace strata::machines_test {
 namespace {
 
 TEST(Machines, DoNotChangeABit) {
@@ -381,4 +381,4 @@ TEST(Machines, WhateverOperationFailsAllSaySo) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::machines_test

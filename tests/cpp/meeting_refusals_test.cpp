@@ -16,7 +16,7 @@
 #include "seeds.hpp"
 #include "temp_folder.hpp"
 
-namespace strata {
+namespace strata::meeting_refusals_test {
 namespace {
 
 namespace fs = std::filesystem;
@@ -215,4 +215,4 @@ TEST(MeetingRefusals, SaysThatFilesRanOut) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::meeting_refusals_test

@@ -25,7 +25,7 @@
 #include "memory/pool.hpp"
 #include "memory/slab.hpp"
 
-namespace strata {
+namespace strata::memory_test {
 namespace {
 
 // How many pages of the range are in memory; -1 where a part of it is not even mapped.
@@ -324,4 +324,4 @@ TEST(Doorbell, WakesASleeper) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::memory_test

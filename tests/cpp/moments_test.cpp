@@ -13,7 +13,7 @@
 
 #include "optimizers/rule.hpp"
 
-namespace strata {
+namespace strata::moments_test {
 namespace {
 
 constexpr MomentDtype kShort[] = {MomentDtype::bfloat16, MomentDtype::block8};
@@ -379,4 +379,4 @@ TEST(Moments, ASpanThatBeginsInsideABlockIsRefused) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::moments_test

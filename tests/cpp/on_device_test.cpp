@@ -12,7 +12,7 @@
 #include "session_fixtures.hpp"
 #include "test_device.hpp"
 
-namespace strata {
+namespace strata::on_device_test {
 namespace {
 
 class OnDevice : public OverDevices {
@@ -229,4 +229,4 @@ TEST_P(OnDevice, LimitsOfWhatComesAndGoesAreKept) {
 INSTANTIATE_TEST_SUITE_P(Devices, OnDevice, testing::ValuesIn(kTestDevices), device_name);
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::on_device_test

@@ -10,32 +10,13 @@
 #include <string>
 #include <vector>
 
+#include "device_fixtures.hpp"
 #include "optimizers/rule.hpp"
 
-namespace strata {
+namespace strata::optimizers_test {
 namespace {
 
-constexpr Dtype kDtypes[] = {Dtype::float32, Dtype::float16, Dtype::bfloat16};
 constexpr std::uint32_t kQuietNan = 0x7fc00000;
-
-std::vector<Isa> isas() {
-  std::vector<Isa> all = {Isa::scalar};
-  if (best_isa() >= Isa::avx2) all.push_back(Isa::avx2);
-  if (best_isa() >= Isa::avx512) all.push_back(Isa::avx512);
-  return all;
-}
-
-std::size_t master_bytes(Dtype dtype) {
-  switch (dtype) {
-    case Dtype::float32:
-      return 0;
-    case Dtype::float16:
-      return 4;
-    case Dtype::bfloat16:
-      return 2;
-  }
-  return 0;
-}
 
 // The streams of one parameter, with elements before and after that no kernel may touch.
 struct Streams {
@@ -386,4 +367,4 @@ TEST(Update, AMasterThatIsMissingIsRefused) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::optimizers_test

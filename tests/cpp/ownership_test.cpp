@@ -13,7 +13,7 @@
 #include "engine/ranks/machine.hpp"
 #include "seeds.hpp"
 
-namespace strata {
+namespace strata::ownership_test {
 namespace {
 
 bool is_trained(const Layout& layout, std::uint32_t chunk) {
@@ -135,4 +135,4 @@ TEST(Ownership, EachRankHasTheScalesOfItsChunksAndNoOthers) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::ownership_test

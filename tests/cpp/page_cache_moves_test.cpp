@@ -4,7 +4,7 @@
 #include "core_fixtures.hpp"
 #include "offload/residency/page_cache.hpp"
 
-namespace strata {
+namespace strata::page_cache_moves_test {
 namespace {
 
 constexpr PageId kA{0}, kB{1}, kC{2};
@@ -167,4 +167,4 @@ TEST(PageCacheRestore, APageThatIsDiscardedGivesItsSlotBack) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::page_cache_moves_test

@@ -8,7 +8,7 @@
 
 #include "core_fixtures.hpp"
 
-namespace strata {
+namespace strata::page_cache_test {
 namespace {
 
 constexpr PageId kA{0}, kB{1}, kC{2}, kD{3};
@@ -370,4 +370,4 @@ TEST(PageCache, ASavedPageStaysWhereItIs) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::page_cache_test

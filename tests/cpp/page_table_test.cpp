@@ -10,7 +10,7 @@
 
 #include "memory/pool.hpp"
 
-namespace strata {
+namespace strata::page_table_test {
 namespace {
 
 constexpr std::array<std::uint32_t, kTierCount> kCapacity{4, 9, 40, 7, 5};
@@ -323,4 +323,4 @@ TEST(PageTable, InvariantsHoldUnderRandomLegalUse) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::page_table_test

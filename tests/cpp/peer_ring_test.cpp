@@ -20,7 +20,7 @@
 #include "memory/shared_area.hpp"
 #include "seeds.hpp"
 
-namespace strata {
+namespace strata::peer_ring_test {
 namespace {
 
 struct Message {
@@ -271,4 +271,4 @@ TEST(PeerWatch, KnowsTheDeadFromTheStopped) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::peer_ring_test

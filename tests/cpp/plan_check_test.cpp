@@ -4,7 +4,7 @@
 #include "offload/planner/plan.hpp"
 #include "random_traces.hpp"
 
-namespace strata {
+namespace strata::plan_check_test {
 namespace {
 
 class PlanCheck : public testing::Test {
@@ -181,4 +181,4 @@ TEST_F(PlanCheck, APlanThatWasRefused) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::plan_check_test

@@ -7,7 +7,7 @@
 #include "random_traces.hpp"
 #include "seeds.hpp"
 
-namespace strata {
+namespace strata::plan_on_device_test {
 namespace {
 
 Plan plan_of(const PaperStep& of, const Wishes& wishes = {}) {
@@ -169,4 +169,4 @@ TEST(Covers, TakesAsLittleMoreAsCanBe) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::plan_on_device_test

@@ -12,7 +12,7 @@
 #include "random_traces.hpp"
 #include "sanitized.hpp"
 
-namespace strata {
+namespace strata::plan_optimal_test {
 namespace {
 
 // All combinations take their time where the compiler does not help.
@@ -177,4 +177,4 @@ TEST(PlanOptimal, TheFewestSlicesAreTakenThatFit) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::plan_optimal_test

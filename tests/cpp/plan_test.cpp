@@ -14,7 +14,7 @@
 #include "seeds.hpp"
 #include "traces.hpp"
 
-namespace strata {
+namespace strata::plan_test {
 namespace {
 
 PaperStep step_of(std::uint64_t seed) {
@@ -381,4 +381,4 @@ TEST(Plan, InputsOfRecomputedUnitsLeaveWhereTheyFindNoRoom) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::plan_test

@@ -6,7 +6,7 @@
 #include "prefetcher_model.hpp"
 #include "traces.hpp"
 
-namespace strata {
+namespace strata::prefetcher_test {
 namespace {
 
 constexpr UnitId kFirst{0}, kSecond{1}, kThird{2};
@@ -359,4 +359,4 @@ TEST(Prefetcher, AFailedUploadGivesTheFrameBack) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::prefetcher_test

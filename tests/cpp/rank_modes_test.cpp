@@ -4,7 +4,7 @@
 
 #include "rank_training.hpp"
 
-namespace strata {
+namespace strata::rank_modes_test {
 namespace {
 
 TEST(RankModes, NorDoHowMomentsAreStored) {
@@ -113,4 +113,4 @@ TEST(RankModes, NoUnitRestsOnTheDeviceOfOne) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::rank_modes_test

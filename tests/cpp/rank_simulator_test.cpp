@@ -7,7 +7,7 @@
 
 #include "seeds.hpp"
 
-namespace strata {
+namespace strata::rank_simulator_test {
 namespace {
 
 bool replays() {
@@ -159,4 +159,4 @@ TEST(RankSimulator, ADamagedBitEndsInRightBitsOrErrors) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::rank_simulator_test

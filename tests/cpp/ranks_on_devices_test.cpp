@@ -8,7 +8,7 @@
 
 #include "ranks_on.hpp"
 
-namespace strata {
+namespace strata::ranks_on_devices_test {
 namespace {
 
 class RanksOnDevices : public OverDevices {
@@ -125,4 +125,4 @@ TEST(RanksOnGpus, ADeviceThatIsLostEndsAllRanks) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::ranks_on_devices_test

@@ -5,7 +5,7 @@
 #include "doubles/held_engine.hpp"
 #include "rank_training.hpp"
 
-namespace strata {
+namespace strata::ranks_test {
 namespace {
 
 TEST(Ranks, TheirNumberDoesNotChangeABit) {
@@ -220,4 +220,4 @@ TEST(Ranks, AThreadMayReadAllTheTime) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::ranks_test

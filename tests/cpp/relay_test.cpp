@@ -15,7 +15,7 @@
 #include "configs.hpp"
 #include "seeds.hpp"
 
-namespace strata {
+namespace strata::relay_test {
 namespace {
 
 using Word = PeerMessage::Kind;
@@ -397,4 +397,4 @@ TEST(Relay, WhatCannotBeIsNotTaken) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::relay_test

@@ -22,7 +22,7 @@
 #include "seeds.hpp"
 #include "temp_folder.hpp"
 
-namespace strata {
+namespace strata::rendezvous_test {
 namespace {
 
 namespace fs = std::filesystem;
@@ -234,4 +234,4 @@ TEST(Rendezvous, TakesWordsInAnyPieces) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::rendezvous_test

@@ -8,7 +8,7 @@
 #include "memory/result.hpp"
 #include "seeds.hpp"
 
-namespace strata {
+namespace strata::residence_modes_test {
 namespace {
 
 // Twelve units of one page of gradients each, on a host that is too small for their states.
@@ -157,4 +157,4 @@ TEST(Residence, PagesAreSmallerWhereUnitsAreEnteredTogether) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::residence_modes_test

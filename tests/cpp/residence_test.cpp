@@ -10,7 +10,7 @@
 #include "memory/result.hpp"
 #include "seeds.hpp"
 
-namespace strata {
+namespace strata::residence_test {
 namespace {
 
 Config random_budgets(std::mt19937_64& random) {
@@ -378,4 +378,4 @@ TEST(Residence, ARefusalNamesTheUnit) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::residence_test

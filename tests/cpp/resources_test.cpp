@@ -51,7 +51,7 @@ extern "C" int pthread_create(pthread_t* thread, const pthread_attr_t* how, void
 }
 #endif
 
-namespace strata {
+namespace strata::resources_test {
 namespace {
 
 Config on_disk(const TempFolder& folder, const char* engine) {
@@ -121,4 +121,4 @@ INSTANTIATE_TEST_SUITE_P(Engines, Resources, testing::Values("threads", "io_urin
                          [](const auto& suite) { return std::string(suite.param); });
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::resources_test

@@ -11,7 +11,7 @@
 #include "adoptions.hpp"
 #include "left_snapshots.hpp"
 
-namespace strata {
+namespace strata::resumption_test {
 namespace {
 
 namespace fs = std::filesystem;
@@ -330,4 +330,4 @@ INSTANTIATE_TEST_SUITE_P(Once, Resuming,
                          [](const auto& suite) { return suite.param.name; });
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::resumption_test

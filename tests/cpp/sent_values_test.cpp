@@ -14,7 +14,7 @@
 
 #include "sent_codes.hpp"
 
-namespace strata {
+namespace strata::sent_values_test {
 namespace {
 
 constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
@@ -159,4 +159,4 @@ TEST(SentValues, AreTheSameOnEveryProcessor) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::sent_values_test

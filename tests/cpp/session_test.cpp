@@ -18,7 +18,7 @@
 #include "session_fixtures.hpp"
 #include "test_device.hpp"
 
-namespace strata {
+namespace strata::session_test {
 namespace {
 
 class Sessions : public OverDevices {
@@ -264,4 +264,4 @@ TEST_P(Sessions, ABadPathLeavesNothingBehind) {
 INSTANTIATE_TEST_SUITE_P(Devices, Sessions, testing::ValuesIn(kTestDevices), device_name);
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::session_test

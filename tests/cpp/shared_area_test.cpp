@@ -20,7 +20,7 @@
 #include "forked.hpp"
 #include "memory/slab.hpp"
 
-namespace strata {
+namespace strata::shared_area_test {
 namespace {
 
 constexpr std::size_t kBytes = 4 * kMiB;
@@ -255,4 +255,4 @@ TEST(SharedSlab, StaysAsItIsWhenItCannotGrow) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::shared_area_test

@@ -15,7 +15,7 @@
 #include "offload/residency/remote_pages.hpp"
 #include "seeds.hpp"
 
-namespace strata {
+namespace strata::sharing_test {
 namespace {
 
 TEST(Outbox, PlacesDoNotOverlapAndComeBack) {
@@ -324,4 +324,4 @@ TEST(RemotePages, AskOnceGiveBackOnceAndNothingIsOpenBehindSettle) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::sharing_test

@@ -9,7 +9,7 @@
 
 #include "paper_steps.hpp"
 
-namespace strata {
+namespace strata::simulate_test {
 namespace {
 
 constexpr double kNear = 1e-9;
@@ -394,4 +394,4 @@ TEST(Simulate, TwoHundredUnitsTakeMilliseconds) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::simulate_test

@@ -7,7 +7,7 @@
 #include <cerrno>
 #include <cstdlib>
 
-namespace strata {
+namespace strata::simulator_test {
 namespace {
 
 // A seed whose budgets leave much on the disk.
@@ -155,4 +155,4 @@ TEST(SimulatorOfTheDouble, ALostGpuIsNoticed) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::simulator_test

@@ -13,7 +13,7 @@
 #include "io_fixtures.hpp"
 #include "session_fixtures.hpp"
 
-namespace strata {
+namespace strata::snapshots_test {
 namespace {
 
 std::uint64_t written(Session& session) {
@@ -377,4 +377,4 @@ TEST(Snapshots, OfMergedGradientsHaveAllThatIsNotApplied) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::snapshots_test

@@ -12,7 +12,7 @@
 #include "simulated_run.hpp"
 #include "whole_snapshot.hpp"
 
-namespace strata {
+namespace strata::soak_test {
 namespace {
 
 constexpr std::size_t kPage = kPageBytesMin;
@@ -97,4 +97,4 @@ TEST(Soak, TakesNoMemoryAndNoSlots) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::soak_test

@@ -14,7 +14,7 @@
 #include "offload/storage/memory_engine.hpp"
 #include "test_device.hpp"
 
-namespace strata {
+namespace strata::staleness_test {
 namespace {
 
 constexpr std::size_t kPlenty = 16'384;  // of pages
@@ -240,4 +240,4 @@ TEST_P(Stale, HoldsWithRealThreads) {
 INSTANTIATE_TEST_SUITE_P(Devices, Stale, testing::ValuesIn(kTestDevices), device_name);
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::staleness_test

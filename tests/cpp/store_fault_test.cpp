@@ -8,7 +8,7 @@
 #include "offload/storage/memory_engine.hpp"
 #include "store_fixtures.hpp"
 
-namespace strata {
+namespace strata::store_fault_test {
 namespace {
 
 struct FaultyStore {
@@ -278,4 +278,4 @@ TEST(StoreFaultTest, TheSameSeedGivesTheSameFaults) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::store_fault_test

@@ -3,7 +3,7 @@
 //
 // Threads: none.
 //
-//   OtherProcess other(options_for({folder.path()}, Naming::named));
+//   OtherProcess other(folder_options({folder.path()}, Naming::named));
 //   other.end();                                     // kill -9
 //   EXPECT_EQ(pages_in(folder).size(), 1u);
 #pragma once
@@ -22,12 +22,14 @@
 #include "offload/storage/make_engine.hpp"
 #include "offload/storage/page_file.hpp"
 #include "offload/storage/store.hpp"
+#include "store_fixtures.hpp"
 
 namespace strata {
 
 namespace fs = std::filesystem;
 
-inline StoreOptions options_for(std::vector<std::string> paths, Naming naming = Naming::nameless) {
+inline StoreOptions folder_options(std::vector<std::string> paths,
+                                   Naming naming = Naming::nameless) {
   StoreOptions options;
   options.paths = std::move(paths);
   options.slot_bytes = 16 * kKiB;
@@ -51,10 +53,6 @@ inline Error refusal(const StoreOptions& options) {
   return {};
 }
 
-inline bool mentions(const Error& error, const std::string& word) {
-  return error.text().find(word) != std::string::npos;
-}
-
 // A process that holds a store until it is killed. REQUIRES: no other threads when it is made.
 class OtherProcess final {
  public:
@@ -65,13 +63,13 @@ class OtherProcess final {
     if (pid_ == 0) {
       close(ready[0]);
       const auto store = make_store(options);
-      [[maybe_unused]] const ssize_t sent = write(ready[1], "x", 1);
+      [[maybe_unused]] const ssize_t sent = ::write(ready[1], "x", 1);
       pause();
       _exit(0);
     }
     close(ready[1]);
     char byte = 0;
-    EXPECT_EQ(read(ready[0], &byte, 1), 1) << "the other process could not make its store";
+    EXPECT_EQ(::read(ready[0], &byte, 1), 1) << "the other process could not make its store";
     close(ready[0]);
   }
   ~OtherProcess() { end(); }

@@ -14,7 +14,7 @@
 #include "seeds.hpp"
 #include "store_fixtures.hpp"
 
-namespace strata {
+namespace strata::store_held_test {
 namespace {
 
 namespace fs = std::filesystem;
@@ -377,4 +377,4 @@ INSTANTIATE_TEST_SUITE_P(Namings, LinkedFiles, testing::Values(Naming::nameless,
                          });
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::store_held_test

@@ -7,7 +7,7 @@
 #include "offload/storage/directory_lock.hpp"
 #include "store_folders.hpp"
 
-namespace strata {
+namespace strata::store_leftovers_test {
 namespace {
 
 TEST(StoreLeftoversTest, StrangersFilesAreLeftAlone) {
@@ -16,7 +16,7 @@ TEST(StoreLeftoversTest, StrangersFilesAreLeftAlone) {
     std::ofstream(folder.path() + name) << "dear";
   }
   for (const Naming naming : {Naming::nameless, Naming::named}) {
-    make_store(options_for({folder.path()}, naming));
+    make_store(folder_options({folder.path()}, naming));
     EXPECT_EQ(fs::file_size(folder.path() + "/strata.pages"), 4u);
     EXPECT_EQ(fs::file_size(folder.path() + "/letter.pages"), 4u);
   }
@@ -24,7 +24,7 @@ TEST(StoreLeftoversTest, StrangersFilesAreLeftAlone) {
 
 TEST(StoreLeftoversTest, AKilledProcessLeavesNoBytesBehind) {
   TempFolder folder;
-  StoreOptions options = options_for({folder.path()});
+  StoreOptions options = folder_options({folder.path()});
   options.slot_count = 1024;  // 16 MiB
   OtherProcess other(options);
   const std::vector<std::string> files = swap_files(folder.path(), other.pid());
@@ -42,10 +42,10 @@ TEST(StoreLeftoversTest, AKilledProcessLeavesNoBytesBehind) {
 
 TEST(StoreLeftoversTest, ALiveProcessKeepsItsFolderAndADeadOneIsCleanedUpAfter) {
   TempFolder folder;
-  OtherProcess other(options_for({folder.path()}, Naming::named));
+  OtherProcess other(folder_options({folder.path()}, Naming::named));
   ASSERT_EQ(pages_in(folder).size(), 1u);
   const fs::path theirs = pages_in(folder)[0];
-  const Error error = refusal(options_for({folder.path()}));
+  const Error error = refusal(folder_options({folder.path()}));
   EXPECT_EQ(error.fault, Fault::config);
   EXPECT_TRUE(mentions(error, "process " + std::to_string(other.pid()))) << error.text();
   EXPECT_TRUE(mentions(error, folder.path())) << error.text();
@@ -56,7 +56,7 @@ TEST(StoreLeftoversTest, ALiveProcessKeepsItsFolderAndADeadOneIsCleanedUpAfter) 
   other.end();  // its file and lock file stay
   ASSERT_TRUE(fs::exists(theirs));
   {
-    const auto store = make_store(options_for({folder.path()}, Naming::named));
+    const auto store = make_store(folder_options({folder.path()}, Naming::named));
     EXPECT_FALSE(fs::exists(theirs));
     EXPECT_EQ(pages_in(folder).size(), 1u);
     ASSERT_FALSE(store->warnings().empty());
@@ -72,7 +72,7 @@ TEST(StoreLeftoversTest, ALiveProcessKeepsItsFolderAndADeadOneIsCleanedUpAfter) 
 TEST(StoreLeftoversTest, AFolderIsCleanedWithoutAStore) {
   TempFolder folder;
   EXPECT_TRUE(DirectoryLock::clean(folder.path()).empty());
-  OtherProcess other(options_for({folder.path()}, Naming::named));
+  OtherProcess other(folder_options({folder.path()}, Naming::named));
   other.end();
   EXPECT_EQ(DirectoryLock::clean(folder.path()).size(), 1u);
   EXPECT_TRUE(fs::is_empty(folder.path()));
@@ -82,14 +82,14 @@ TEST(StoreLeftoversTest, SessionsOfOneProcessShareAFolder) {
   TempFolder folder;
   for (const Naming naming : {Naming::nameless, Naming::named}) {
     const std::size_t named = naming == Naming::named ? 1 : 0;
-    auto one = make_store(options_for({folder.path()}, naming));
-    auto two = make_store(options_for({folder.path()}, naming));
+    auto one = make_store(folder_options({folder.path()}, naming));
+    auto two = make_store(folder_options({folder.path()}, naming));
     EXPECT_EQ(swap_files(folder.path()).size(), 2u);
     EXPECT_EQ(pages_in(folder).size(), 2 * named);
     one.reset();
     EXPECT_EQ(pages_in(folder).size(), named);
     EXPECT_TRUE(fs::exists(folder.path() + "/strata.lock"));
-    auto again = make_store(options_for({folder.path()}, naming));
+    auto again = make_store(folder_options({folder.path()}, naming));
     two.reset();
     again.reset();
     EXPECT_TRUE(fs::is_empty(folder.path()));
@@ -107,17 +107,17 @@ TEST(StoreLeftoversTest, TheLockLastsAsLongAsTheLastSession) {
     char byte = 0;
     bool refused = false;
     try {
-      if (read(go[0], &byte, 1) == 1) make_store(options_for({folder.path()}));
+      if (::read(go[0], &byte, 1) == 1) make_store(folder_options({folder.path()}));
     } catch (const StrataError& error) {
       refused = error.error().fault == Fault::config;
     }
     _exit(refused ? 0 : 1);
   }
   close(go[0]);
-  auto one = make_store(options_for({folder.path()}));
-  const auto two = make_store(options_for({folder.path()}));
+  auto one = make_store(folder_options({folder.path()}));
+  const auto two = make_store(folder_options({folder.path()}));
   one.reset();
-  EXPECT_EQ(write(go[1], "x", 1), 1);
+  EXPECT_EQ(::write(go[1], "x", 1), 1);
   close(go[1]);
   int status = 0;
   ASSERT_EQ(waitpid(child, &status, 0), child);
@@ -182,7 +182,7 @@ TEST(StoreLeftoversTest, ALockFileNamesOurFilesOnly) {
   std::ofstream(folder.path() + "/ssd/strata.lock")
       << "999999999 nobody\n../precious\nletter.pages\nstrata-final.pages\n"
       << made << "\n";
-  make_store(options_for({folder.path() + "/ssd"}));
+  make_store(folder_options({folder.path() + "/ssd"}));
   EXPECT_TRUE(fs::exists(folder.path() + "/precious"));
   EXPECT_TRUE(fs::exists(folder.path() + "/ssd/letter.pages"));
   EXPECT_TRUE(fs::exists(folder.path() + "/ssd/strata-final.pages"));
@@ -190,4 +190,4 @@ TEST(StoreLeftoversTest, ALockFileNamesOurFilesOnly) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::store_leftovers_test

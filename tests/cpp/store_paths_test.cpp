@@ -11,12 +11,12 @@
 
 #include "store_folders.hpp"
 
-namespace strata {
+namespace strata::store_paths_test {
 namespace {
 
 TEST(StorePathsTest, AMissingPathIsRefused) {
   TempFolder folder;
-  const Error error = refusal(options_for({folder.path() + "/nowhere"}));
+  const Error error = refusal(folder_options({folder.path() + "/nowhere"}));
   EXPECT_EQ(error.fault, Fault::config);
   EXPECT_TRUE(mentions(error, "nowhere")) << error.text();
   EXPECT_TRUE(mentions(error, "does not exist")) << error.text();
@@ -25,7 +25,7 @@ TEST(StorePathsTest, AMissingPathIsRefused) {
 TEST(StorePathsTest, AFileIsNotAFolder) {
   TempFolder folder;
   std::ofstream(folder.path() + "/file") << "text";
-  const Error error = refusal(options_for({folder.path() + "/file"}));
+  const Error error = refusal(folder_options({folder.path() + "/file"}));
   EXPECT_EQ(error.fault, Fault::config);
   EXPECT_TRUE(mentions(error, "not a folder")) << error.text();
 }
@@ -35,7 +35,7 @@ TEST(StorePathsTest, AReadOnlyFolderIsRefused) {
   fs::permissions(folder.path(), fs::perms(0555));
   const bool root = geteuid() == 0;  // root may write anywhere
   ASSERT_EQ(root ? seteuid(65534) : 0, 0);
-  const Error error = refusal(options_for({folder.path()}));
+  const Error error = refusal(folder_options({folder.path()}));
   ASSERT_EQ(root ? seteuid(0) : 0, 0);
   EXPECT_EQ(error.fault, Fault::config);
   EXPECT_TRUE(mentions(error, "cannot be written")) << error.text();
@@ -43,22 +43,22 @@ TEST(StorePathsTest, AReadOnlyFolderIsRefused) {
 
 TEST(StorePathsTest, OnePathTwiceIsRefused) {
   TempFolder folder;
-  const Error error = refusal(options_for({folder.path(), folder.path()}));
+  const Error error = refusal(folder_options({folder.path(), folder.path()}));
   EXPECT_TRUE(mentions(error, "twice")) << error.text();
   EXPECT_TRUE(fs::is_empty(folder.path()));
 }
 
 TEST(StorePathsTest, NoPathAndNoSlotsAreRefused) {
-  EXPECT_TRUE(mentions(refusal(options_for({})), "needs a path"));
+  EXPECT_TRUE(mentions(refusal(folder_options({})), "needs a path"));
   TempFolder folder;
-  StoreOptions options = options_for({folder.path()});
+  StoreOptions options = folder_options({folder.path()});
   options.slot_count = 0;
   EXPECT_TRUE(mentions(refusal(options), "at least one page"));
 }
 
 TEST(StorePathsTest, MoreThanTheDiskHasIsRefusedWithBothSizes) {
   TempFolder one, two;
-  StoreOptions options = options_for({one.path(), two.path()});
+  StoreOptions options = folder_options({one.path(), two.path()});
   options.slot_bytes = kPageBytesMax;
   options.slot_count = 1u << 31;  // 128 PiB
   const Error error = refusal(options);
@@ -72,7 +72,7 @@ TEST(StorePathsTest, MoreThanTheDiskHasIsRefusedWithBothSizes) {
 
 TEST(StorePathsTest, FilesArePreallocated) {
   TempFolder folder;
-  const auto store = make_store(options_for({folder.path()}));
+  const auto store = make_store(folder_options({folder.path()}));
   const std::vector<std::string> files = swap_files(folder.path());
   ASSERT_EQ(files.size(), 1u);
   struct stat status {};
@@ -83,7 +83,7 @@ TEST(StorePathsTest, FilesArePreallocated) {
 
 TEST(StorePathsTest, WhatCannotBeExtendedStaysAsItIs) {
   TempFolder folder;
-  const auto store = make_store(options_for({folder.path()}));
+  const auto store = make_store(folder_options({folder.path()}));
   const std::uint64_t before = swap_bytes(folder.path());
   const std::uint32_t slots = store->free_slots();
   // 1. More than the disk has.
@@ -118,7 +118,7 @@ TEST(StorePathsTest, WhatCannotBeExtendedStaysAsItIs) {
 // only read.
 TEST(StorePathsTest, AllFilesAreExtendedOrNone) {
   TempFolder one, two;
-  const auto store = make_store(options_for({one.path(), two.path()}));
+  const auto store = make_store(folder_options({one.path(), two.path()}));
   const std::uint64_t before = swap_bytes(one.path());
   const std::vector<std::string> second = swap_files(two.path());
   ASSERT_EQ(second.size(), 1u);
@@ -136,7 +136,7 @@ TEST(StorePathsTest, ATmpfsWorksWithAWarning) {
     GTEST_SKIP() << "/dev/shm is no tmpfs here";
   }
   TempFolder folder("/dev/shm");
-  const auto store = make_store(options_for({folder.path()}));
+  const auto store = make_store(folder_options({folder.path()}));
   ASSERT_FALSE(store->warnings().empty());
   EXPECT_NE(store->warnings().back().find("tmpfs"), std::string::npos);
   AlignedBuffer page(16 * kKiB), back(16 * kKiB);
@@ -152,4 +152,4 @@ TEST(StorePathsTest, ATmpfsWorksWithAWarning) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::store_paths_test

@@ -8,7 +8,7 @@
 
 #include "store_fixtures.hpp"
 
-namespace strata {
+namespace strata::store_test {
 namespace {
 
 bool is_empty(const std::string& folder) {
@@ -243,4 +243,4 @@ TEST(StoreTest, RingsForEverythingThatTurnLeftUnderWay) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::store_test

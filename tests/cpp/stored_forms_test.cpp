@@ -16,7 +16,7 @@
 #include "optimizers/half.hpp"
 #include "optimizers/rule.hpp"
 
-namespace strata {
+namespace strata::stored_forms_test {
 namespace {
 
 std::vector<Isa> isas() {
@@ -262,4 +262,4 @@ TEST(StoredForms, EmptySpansTouchNothing) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::stored_forms_test

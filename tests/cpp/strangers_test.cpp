@@ -13,7 +13,7 @@
 #include "offload/storage/saved_pages.hpp"
 #include "seeds.hpp"
 
-namespace strata {
+namespace strata::strangers_test {
 namespace {
 
 namespace fs = std::filesystem;
@@ -158,4 +158,4 @@ TEST(Strangers, PlacesInPageFilesAreReadOrRefused) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::strangers_test

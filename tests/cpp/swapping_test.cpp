@@ -17,7 +17,7 @@
 #include "offload/storage/memory_engine.hpp"
 #include "session_fixtures.hpp"
 
-namespace strata {
+namespace strata::swapping_test {
 namespace {
 
 using Bytes = std::vector<std::byte>;
@@ -351,4 +351,4 @@ TEST(Swapping, AHangingDiskIsNamed) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::swapping_test

@@ -18,7 +18,7 @@
 #include "session_fixtures.hpp"
 #include "temp_folder.hpp"
 
-namespace strata {
+namespace strata::threads_test {
 namespace {
 
 constexpr auto kLook = std::chrono::milliseconds(2);
@@ -220,4 +220,4 @@ TEST_F(Threads, WhoReadsAndWhoUpdatesDoNotWaitForEachOther) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::threads_test

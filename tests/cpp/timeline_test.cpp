@@ -8,7 +8,7 @@
 #include <string>
 #include <thread>
 
-namespace strata {
+namespace strata::timeline_test {
 namespace {
 
 constexpr UnitId kFirst{0}, kSecond{1};
@@ -148,4 +148,4 @@ TEST(Timeline, EveryTrackAndCauseHasANameOfItsOwn) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::timeline_test

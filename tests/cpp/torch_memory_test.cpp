@@ -8,7 +8,7 @@
 #include "random_traces.hpp"
 #include "seeds.hpp"
 
-namespace strata {
+namespace strata::torch_memory_test {
 namespace {
 
 PaperStep random_step(std::uint64_t seed) {
@@ -119,4 +119,4 @@ TEST(TorchMemory, UnderTheTracedModesIsWhatWasMeasured) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::torch_memory_test

@@ -3,7 +3,7 @@
 
 #include <gtest/gtest.h>
 
-namespace strata {
+namespace strata::trace_test {
 namespace {
 
 constexpr std::uint32_t kNone = UINT32_MAX;
@@ -100,4 +100,4 @@ TEST(CheckTrace, SaysWhatContradictsItself) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::trace_test

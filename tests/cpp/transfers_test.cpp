@@ -8,7 +8,7 @@
 #include "core_fixtures.hpp"
 #include "device_copies.hpp"
 
-namespace strata {
+namespace strata::transfers_test {
 namespace {
 
 constexpr PageId kA{0}, kB{1}, kC{2};
@@ -132,4 +132,4 @@ TEST(Transfers, CompletionsGoBackToWhoAsked) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::transfers_test

@@ -7,7 +7,7 @@
 #include <random>
 #include <utility>
 
-namespace strata {
+namespace strata::under_way_test {
 namespace {
 
 // However small a gradient's pages are, so much of it is under way that the link is busy.
@@ -46,4 +46,4 @@ TEST(UnderWay, SumsDoNotOverlap) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::under_way_test

@@ -10,7 +10,7 @@
 #include "session_fixtures.hpp"
 #include "temp_folder.hpp"
 
-namespace strata {
+namespace strata::update_order_test {
 namespace {
 
 constexpr std::size_t kChunksEach = 13;
@@ -85,4 +85,4 @@ TEST(UpdateOrder, WhatComesFromADiskDoesNotGoFirst) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::update_order_test

@@ -6,7 +6,7 @@
 #include "memory/result.hpp"
 #include "session_fixtures.hpp"
 
-namespace strata {
+namespace strata::visits_test {
 namespace {
 
 using Counts = std::array<std::size_t, 2>;
@@ -175,4 +175,4 @@ TEST_F(HalfSteps, TakeGradientsThatWaitWithThem) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::visits_test

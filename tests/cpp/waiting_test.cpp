@@ -6,7 +6,7 @@
 #include "core_fixtures.hpp"
 #include "engine/activations.hpp"
 
-namespace strata {
+namespace strata::waiting_test {
 namespace {
 
 constexpr UnitId kFirst{0}, kSecond{1};
@@ -100,4 +100,4 @@ TEST(Waiting, AnActivationSaysWhatItNeedsFirst) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::waiting_test

@@ -14,7 +14,7 @@
 #include "io_fixtures.hpp"
 #include "session_fixtures.hpp"
 
-namespace strata {
+namespace strata::watchdog_test {
 namespace {
 
 using std::chrono::milliseconds;
@@ -152,4 +152,4 @@ TEST(Watchdog, AForeignOptimizerThatIsSlowDoesNotHang) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::watchdog_test

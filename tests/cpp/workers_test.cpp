@@ -15,7 +15,7 @@
 #include "memory/ring.hpp"
 #include "optimizers/rule.hpp"
 
-namespace strata {
+namespace strata::workers_test {
 namespace {
 
 TEST(Ring, FillsEmptiesAndKeepsTheOrder) {
@@ -207,4 +207,4 @@ TEST(Workers, WakeUpAgainAfterSleeping) {
 }
 
 }  // namespace
-}  // namespace strata
+}  // namespace strata::workers_test
