@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from .common import ROOT, BenchError, Context, Figure
 
-BINARY = ROOT / "build" / "release" / "tests" / "plan_optimal_test"
+BINARY = ROOT / "build" / "release" / "tests" / "planner_suites"
 LINE = re.compile(r"planner-vs-optimal seeds=(\d+) .*median=([\d.]+) worst=([\d.]+)")
 SEEDS = 400
 MEDIAN_MAX, WORST_MAX = 1.03, 1.15
@@ -21,7 +21,7 @@ def run(context: Context) -> Iterator[Figure]:
         raise BenchError("the test binary is not built: run ./dev test first")
     seeds = str(60 if context.quick else SEEDS)
     done = subprocess.run(
-        [BINARY], capture_output=True, text=True, check=False,
+        [BINARY, "plan_optimal"], capture_output=True, text=True, check=False,
         env={**os.environ, "STRATA_SEEDS": seeds},
     )  # fmt: skip
     found = LINE.search(done.stdout)
