@@ -37,7 +37,8 @@ CHECKPOINT = "checkpoint"
 DIGESTS = "digests"  # a file of the digest behind every step, the first before all
 DIGEST_BYTES = 16
 PR_SET_PDEATHSIG = 1
-STORE_PORT = "STRATA_BENCH_STORE_PORT"  # where ranks meet: outlives them, as torchrun's store does
+# In the environment: the port of the store where ranks meet. It outlives them, as that of torchrun.
+STORE_PORT = "STRATA_BENCH_STORE_PORT"
 RANKS_MAX = 8
 DOING = ("nothing", "meet", "wrap", "load", "step", "save", "done")
 PLACES: dict[str, dict[str, str]] = {
@@ -168,7 +169,7 @@ def write_digests(folder: Path) -> None:
 
 
 def be_rank(setting: Setting, rank: int, run: int) -> None:
-    """As a script of torchrun's is. `run`: a number that no other one of this server has."""
+    """As a script of torchrun's is. `run`: a number that no other run of this server has."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     folder = Path(setting.folder)
     log = os.open(folder / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)

@@ -88,7 +88,7 @@ py::dict unit_dict(const Config& config, const Residence& home, std::size_t u) {
 std::size_t trained_pages(const Layout& layout) {
   std::size_t pages = 0;
   for (const Chunk& chunk : layout.chunks) {
-    if (layout.segments[chunk.segment].trainable) pages += chunk.pages();
+    if (layout.trains(chunk)) pages += chunk.pages();
   }
   return pages;
 }

@@ -35,9 +35,14 @@
 #include "engine/stats.hpp"
 #include "engine/step_options.hpp"
 #include "engine/values.hpp"
+#include "memory/copy_engine.hpp"
+#include "memory/core_lock.hpp"
 #include "memory/descriptor.hpp"
 #include "memory/doorbell.hpp"
+#include "memory/dtype.hpp"
 #include "memory/timeline.hpp"
+#include "memory/units.hpp"
+#include "optimizers/rule.hpp"
 
 namespace strata {
 
@@ -149,16 +154,18 @@ class Session final {
   std::vector<std::uint64_t> resume(LeftState left);
   void go_back(std::uint64_t snapshot, const std::vector<std::byte>& scales = {});
 
-  // stats.hpp. Both work on a failed session too, to see how far it came.
+  // stats.hpp. stats() and timeline() work on a failed session too, to see how far it came.
   SessionStats stats();
   // What was busy since the last call, oldest first; a bounded number of the newest.
   std::vector<TimelineSpan> timeline();
   // How long the lock was held since the last call, of which the first begins to measure.
   LockMeter::Figures lock_holds();
-  // Without a pump: a turn of what is under way, for who waits for nothing.
-  void take_turn();
 
-  // ranks/other_ranks.hpp. Of several ranks:
+  // As a rank sees them: ranks/ownership.hpp. REQUIRES: there is such a rank.
+  std::vector<OwnedRun> owners(std::uint32_t param, std::uint32_t rank);
+
+  // Of several ranks: ranks/other_ranks.hpp.
+
   // Ends this one's training. `gives_up`: early, and the others are told and not waited for.
   void leave_ranks(bool gives_up);
   // Whom a call waits for right now, if for any.
@@ -174,9 +181,9 @@ class Session final {
   std::vector<std::int64_t> rank_places();
   // All ranks have written everything that they own: what is here of others is stale.
   void renew_others();
-  // As a rank sees them: ranks/ownership.hpp. REQUIRES: there is such a rank.
-  std::vector<OwnedRun> owners(std::uint32_t param, std::uint32_t rank);
 
+  // Without a pump: a turn of what is under way, for who waits for nothing.
+  void take_turn();
   // Sends away who waits, waits for who copies, and gives everything back.
   void close();
 

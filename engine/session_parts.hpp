@@ -1,6 +1,9 @@
-// SessionParts: the parts that a session is made of, for who replaces some.
+// SessionParts: what a session is made of that its configuration does not say. The bindings give
+// the user's own; tests replace what is real.
 //
-// Threads: values.
+// Threads: handed over once, to the constructor; functions are called as Session says.
+//
+//   Session session(config, {.foreign = run_theirs, .wire = std::move(wire)});
 #pragma once
 
 #include <functional>
@@ -11,11 +14,11 @@
 #include "engine/ranks/wire.hpp"
 #include "engine/tiers.hpp"
 #include "memory/page_table.hpp"
-#include "optimizers/workers.hpp"
+#include "optimizers/foreign.hpp"
 
 namespace strata {
 
-// What a test replaces. Left empty, the real thing is made.
+// What is left empty, the session makes itself, or does without.
 struct SessionParts : TierParts, GateOptions {
   // No pump: asked in every turn whether a worker may have finished; absent: always.
   std::function<bool()> worker_is_done;

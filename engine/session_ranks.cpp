@@ -1,4 +1,4 @@
-// What a session is asked about other ranks.
+// Calls of a session of several ranks.
 #include <cstdint>
 #include <optional>
 #include <vector>

@@ -1,4 +1,4 @@
-// What a session is asked about snapshots: of its own, and of those that others left.
+// Calls of a session for snapshots: its own, and those that another session left.
 #include <cstdint>
 #include <functional>
 #include <utility>

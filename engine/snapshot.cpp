@@ -1,6 +1,7 @@
 #include "engine/snapshot.hpp"
 
 #include <algorithm>
+#include <utility>
 
 namespace strata {
 

@@ -1,5 +1,6 @@
-// Snapshot: what a snapshot says of the state behind a step: which slot has which page, and what is
-// known of elements and gradients beside their bytes. And what another session left of its own.
+// Snapshot: what a snapshot (snapshots.hpp) says of the state behind a step: which slot has which
+// page, and what is known of elements and gradients beside their bytes. LeftState: what another
+// session left, to go on from (resumption.hpp).
 //
 // Threads: values.
 //
@@ -35,7 +36,7 @@ struct SavedRun {
   std::int64_t step = 0;  // updates that it has had
   HeldGradient gradient = HeldGradient::none;
   // Of a waiting one: what its update would compute with. (Such gradients are never scaled.)
-  std::uint32_t hyper = 0;  // in Captures::hypers()
+  std::uint32_t hyper = 0;  // in Snapshot::hypers
   std::int64_t update_step = 0;
   float scale = 1.0f;
 

@@ -1,4 +1,8 @@
 // What a session tells about itself.
+//
+// Threads: values.
+//
+//   session.stats().link_bytes
 #pragma once
 
 #include <array>
@@ -7,16 +11,11 @@
 #include <string>
 #include <vector>
 
+#include "engine/staleness.hpp"
 #include "memory/cuda/counts.hpp"
 #include "offload/residency/links.hpp"
 
 namespace strata {
-
-// Counters by unit.
-struct Staleness {
-  std::vector<std::vector<std::uint64_t>> seen;  // by steps that a forward's parameters lagged
-  std::vector<std::uint64_t> merged;             // gradients that were added to older ones
-};
 
 struct SessionStats {
   // Of pages, gradients and activations.

@@ -1,6 +1,8 @@
 // What a step is asked to do with gradients, and what it says of them (steps.hpp).
 //
 // Threads: values.
+//
+//   const StepResult result = session.step(groups, {.max_norm = 1.0, .skip_nonfinite = true});
 #pragma once
 
 #include <optional>

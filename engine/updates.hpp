@@ -57,7 +57,7 @@
 #include "engine/layout.hpp"
 #include "engine/ranks/ownership.hpp"
 #include "engine/released_groups.hpp"
-#include "engine/stats.hpp"
+#include "engine/staleness.hpp"
 #include "memory/timeline.hpp"
 #include "offload/residency/prefetcher.hpp"
 #include "optimizers/workers.hpp"

@@ -2,6 +2,8 @@
 // parameters.
 //
 // Threads: values.
+//
+//   session.read(param, Kind::moment1, 0, values, count);
 #pragma once
 
 #include <cstddef>
@@ -19,6 +21,7 @@ using Visit = std::uint64_t;
 // A tensor that was set aside (swapping.hpp).
 enum class SaveId : std::uint32_t {};
 
+// What a parameter has an element of.
 enum class Kind : std::uint8_t { master, moment1, moment2, grad };
 
 // A tensor that is to be stored as codes.

@@ -93,12 +93,15 @@ def meets_by(run: Rank, backend: str) -> str:
     return hash_of(model)
 
 
-def meets_over_a_file(run: Rank) -> None:
-    """With the log that a user sees."""
+def wraps_over(run: Rank, store: str) -> None:
+    """Where ranks meet over "a file", or over a port. With the log that a user sees."""
     logging.basicConfig(level=logging.WARNING)
-    distributed.init_process_group(
-        "gloo", init_method=f"file://{run.folder}/store", rank=run.rank, world_size=run.ranks
-    )
+    if store == "a file":
+        distributed.init_process_group(
+            "gloo", init_method=f"file://{run.folder}/store", rank=run.rank, world_size=run.ranks
+        )
+    else:
+        run.join("gloo")
     wrap(run, make_model())
 
 

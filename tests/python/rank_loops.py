@@ -29,7 +29,9 @@ class Rank:
 
     def join(self, backend: str, timeout: timedelta | None = None) -> None:
         """Begins torch's group of them all."""
+        assert self.port, "this rank was made without a store"
         store = distributed.TCPStore("127.0.0.1", self.port)
+        store.set_timeout(timeout or distributed.default_pg_timeout)
         distributed.init_process_group(
             backend,
             store=distributed.PrefixStore(str(self.folder), store),

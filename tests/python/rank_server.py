@@ -138,6 +138,7 @@ class Ranks:
         assert self._server.stdin is not None
         self._server.stdin.close()
         self._server.wait()
+        del self._store
         self._folder.cleanup()
 
     def start(self, scenario: str, ranks: int | str, **arguments: Any) -> Run:

@@ -122,6 +122,15 @@ def test_each_machine_has_all_that_is_frozen(trace_path):
             assert held == pytest.approx(expected, rel=0.1)
 
 
+def test_a_chunk_that_is_frozen_is_held_whole(trace_path):
+    trace = load(trace_path).trace
+    units = [u.replace(chunks=1, grad_bytes=0, state_bytes=0) for u in trace.units]
+    found = sharing.shared_among(trace.replace(units=units), 8)
+    lacked = [(unit.remote_param_bytes, unit.param_bytes) for unit in found.units]
+    assert all(lacks in (0, whole) for lacks, whole in lacked)
+    assert any(lacks == 0 for lacks, _ in lacked)
+
+
 def test_half_a_unit_that_trains_is_shared_by_all(trace_path):
     trace = load(trace_path).trace
     units = [u.replace(grad_bytes=u.param_bytes // 2) for u in trace.units]  # in 16 bits

@@ -65,13 +65,11 @@ def test_beside_a_group_for_gpus_alone_there_is_one_for_what_ranks_say(ranks: Ra
         assert same(ranks.run("rank_ends.meets_by", 2, meet=False, backend=backend)) == expected
 
 
-def test_a_store_that_a_killed_rank_may_spoil_is_named(ranks: Ranks) -> None:
-    first, second = ranks.start("rank_ends.meets_over_a_file", 2, meet=False).wait()
-    assert (first.code, second.code) == (0, 0)
-    assert "ranks meet over a file" in first.output
-    assert "meet over a file" not in second.output
-    for outcome in ranks.start("rank_ends.unwraps_late", 2).wait():
-        assert "meet over a file" not in outcome.output
+@pytest.mark.parametrize(("store", "told"), [("a file", 1), ("a port", 0)])
+def test_a_store_that_a_killed_rank_may_spoil_is_named(ranks: Ranks, store: str, told: int) -> None:
+    outcomes = ranks.start("rank_ends.wraps_over", 2, meet=False, store=store).wait()
+    assert [outcome.code for outcome in outcomes] == [0, 0]
+    assert "".join(outcome.output for outcome in outcomes).count("ranks meet over a file") == told
 
 
 @pytest.mark.parametrize("stopped", [True, False])

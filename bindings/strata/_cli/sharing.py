@@ -11,7 +11,8 @@ rank gets an equal part, as with strata.wrap().
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from .._config.choices import HOST
@@ -48,41 +49,95 @@ def held_bytes(plan: Plan) -> int:
 
 
 def shared_among(trace: Trace, ranks: int, machines: int = 1) -> Trace:
-    """A recorded step, for the rank that would hold most. Chunks are shared out as strata.wrap()
-    does: the part of a unit that a rank lacks, it gets of the next ones. Here all chunks of a unit
-    count alike, also a last one that is not full. Each machine has all that is frozen."""
+    """A recorded step, for the rank that would hold most. Chunks are given out as strata.wrap()
+    does: those that train to all ranks, and those that are frozen to the ranks of each machine.
+    Here all chunks of a unit and kind count alike, also a last one that is not full."""
     if ranks == 1:
         return trace
     half = any(4 * unit.elements > unit.param_bytes for unit in trace.units)  # 16 bits each
-    trace = trace.replace(units=[_summed(unit) if half else unit for unit in trace.units])
-    held: list[list[int]] = []  # by unit and rank: chunks
-    left = [0] * ranks  # chunks times `ranks` that a rank may still take
-    for unit in trace.units:
-        left = [share + unit.chunks for share in left]
-        taken, taker = [0] * ranks, 0
-        for _ in range(unit.chunks):
-            lacking = (r for r in range(taker, ranks) if 2 * left[r] >= ranks)
-            most = max(range(taker, ranks), key=lambda r: left[r])
-            taker = next(lacking, most)
-            left[taker] -= ranks
-            taken[taker] += 1
-        held.append(taken)
-    fullest = max(
-        range(ranks),
-        key=lambda r: sum(
-            _bytes(unit) * chunks[r] // max(1, unit.chunks)
-            for unit, chunks in zip(trace.units, held, strict=True)
-        ),
-    )
-    units = [
-        _held_in_part(unit, taken[fullest], ranks // machines)
-        for unit, taken in zip(trace.units, held, strict=True)
+    units = [_Unit.of(_summed(unit) if half else unit) for unit in trace.units]
+    here = ranks // machines
+    trained = _given_out([unit.trained for unit in units], ranks)
+    frozen = _given_out([unit.frozen for unit in units], here)
+    held = [  # by rank and unit
+        [
+            unit.held(train[rank], rest[rank % here])
+            for unit, train, rest in zip(units, trained, frozen, strict=True)
+        ]
+        for rank in range(ranks)
     ]
-    return trace.replace(units=units)
+    most = max(held, key=lambda of: sum(map(_held, of)))
+    return trace.replace(units=most)
 
 
-def _bytes(unit: TracedUnit) -> int:
-    return unit.param_bytes + unit.grad_bytes + unit.state_bytes
+def _given_out(chunks: Sequence[int], takers: int) -> list[list[int]]:
+    """Of so many chunks by unit, those of each taker, by unit: the part of a unit that one lacks,
+    it gets of the next ones."""
+    given = []
+    left = [0] * takers  # chunks times `takers` that one may still take
+    for count in chunks:
+        left = [its + count for its in left]
+        taken, taker = [0] * takers, 0
+        for _ in range(count):
+            lacking = (of for of in range(taker, takers) if 2 * left[of] >= takers)
+            most = max(range(taker, takers), key=lambda of: left[of])
+            taker = next(lacking, most)
+            left[taker] -= takers
+            taken[taker] += 1
+        given.append(taken)
+    return given
+
+
+@dataclass(frozen=True)
+class _Unit:
+    """Its chunks of either kind."""
+
+    unit: TracedUnit
+    trained: int
+    frozen: int
+
+    @staticmethod
+    def of(unit: TracedUnit) -> _Unit:
+        """As many of each kind as it has bytes of it; one at least where it has any."""
+        trains, rests = trained_bytes(unit), _rests(unit)
+        if trains >= rests:
+            return _Unit(unit, unit.chunks, 0)
+        least = 1 if trains else 0
+        trained = max(least, min(round(unit.chunks * trains / rests), unit.chunks - 1))
+        return _Unit(unit, trained, unit.chunks - trained)
+
+    def held(self, trained: int, frozen: int) -> TracedUnit:
+        """As a rank has it that holds so many of its chunks."""
+        unit, rests = self.unit, _rests(self.unit)
+        trains = min(trained_bytes(unit), rests)
+
+        def lacks_trained(size: int) -> int:
+            return size - trained * (size // max(1, self.trained))
+
+        def lacks(size: int) -> int:
+            of_trained = size * trains // max(1, rests)
+            of_frozen = size - of_trained
+            return (
+                lacks_trained(of_trained) + of_frozen - frozen * (of_frozen // max(1, self.frozen))
+            )
+
+        return unit.replace(
+            remote_elements=lacks(unit.elements),
+            remote_param_bytes=lacks(rests),
+            remote_grad_bytes=lacks_trained(unit.grad_bytes),
+            remote_state_bytes=lacks_trained(unit.state_bytes),
+        )
+
+
+def _rests(unit: TracedUnit) -> int:
+    return unit.code_bytes or unit.param_bytes
+
+
+def _held(unit: TracedUnit) -> int:
+    return (
+        _rests(unit) - unit.remote_param_bytes
+        + unit.grad_bytes - unit.remote_grad_bytes + unit.state_bytes - unit.remote_state_bytes
+    )  # fmt: skip
 
 
 def _summed(unit: TracedUnit) -> TracedUnit:
@@ -90,25 +145,3 @@ def _summed(unit: TracedUnit) -> TracedUnit:
     if unit.grad_bytes > unit.param_bytes:  # recorded with gradient_accumulation_steps
         return unit
     return unit.replace(grad_bytes=2 * unit.grad_bytes)
-
-
-def _held_in_part(unit: TracedUnit, chunks: int, here: int) -> TracedUnit:
-    """The unit, of which a rank holds so many chunks that train. `here`: ranks of a machine, which
-    share what is frozen of it."""
-    rests = unit.code_bytes or unit.param_bytes
-    frozen = max(0, rests - trained_bytes(unit))
-
-    def others(size: int) -> int:
-        page = size // unit.chunks if unit.chunks else 0
-        return size - chunks * page
-
-    def params(size: int) -> int:
-        of_all = size * frozen // max(1, rests)
-        return others(size - of_all) + of_all - of_all // here
-
-    return unit.replace(
-        remote_elements=params(unit.elements),
-        remote_param_bytes=params(rests),
-        remote_grad_bytes=others(unit.grad_bytes),
-        remote_state_bytes=others(unit.state_bytes),
-    )

@@ -6,6 +6,7 @@
     calls.exchange("text")                     # what all ranks say, by rank
     calls.broadcast(tensor, 0)                 # what rank 0 has
     calls.least(number)                        # the smallest number that a rank has
+    meets_over_a_file()                        # which a process that is killed may spoil
 
 Format. A text travels behind its length, padded to the longest one. Nothing is unpickled.
 """
@@ -74,8 +75,8 @@ def group_of(rank_group: Any) -> Group | None:
 
 
 def meets_over_a_file() -> bool:
-    """Whether processes found each other by torch's FileStore, which never ends reading half a
-    record: one that is killed while it writes may leave that."""
+    """Whether processes found each other by torch's FileStore. A process that is killed while it
+    writes leaves half a record, which the others never end reading."""
     store = default_store()
     while isinstance(store, distributed.PrefixStore):
         store = store.underlying_store

@@ -258,8 +258,7 @@ def _find_ranks(rank_group: Any) -> Ranks | None:
     if found.rank == 0 and meets_over_a_file():
         log.warning(
             "ranks meet over a file (init_method='file://...'): where one is killed while it "
-            "writes there, the others may read for ever; torchrun, and init_method='tcp://...', "
-            "have no file"
+            "writes there, the others may read for ever: use torchrun, or init_method='tcp://...'"
         )
     said = found.hear({**_machine(), "pid": os.getpid()})
     machines = _named(said)
