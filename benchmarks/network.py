@@ -20,7 +20,7 @@ from .common import BenchError
 
 HOSTS = 2
 BURST_BYTES = 256 << 10
-QUEUE_BYTES = 4 << 20
+QUEUE_BYTES = 512 << 10  # some milliseconds: what waits for others on a network is as short
 
 
 class Network:

@@ -1,4 +1,5 @@
-"""Checks what the compiler does not: layers, foreign headers and sizes. Prints every breach.
+"""Checks what the compiler does not: layers, foreign headers, sizes, and that every suite is built.
+Prints every breach.
 
 bindings → engine → {offload, optimizers} → memory        (an arrow means "may include")
 
@@ -152,10 +153,23 @@ def _docstring_lines(node: ast.AST) -> int:
     return _length(node.body[0]) if ast.get_docstring(node) is not None else 0
 
 
+def suite_breaches(root: Path) -> Iterator[str]:
+    """C++ suites that no program has, and tests in headers, which no suite is."""
+    built = "".join((root / of / "meson.build").read_text() for of in ("tests", "benchmarks"))
+    for path in sorted((root / "tests" / "cpp").rglob("*.?pp")):
+        name, suite = path.name, path.stem.removesuffix("_test")
+        is_suite = path.stem != suite
+        if is_suite and f"'{suite}'" not in built and f"{name}'" not in built:
+            yield f"{name}: no program in tests/meson.build has this suite"
+        if not is_suite and re.search(r"^(TYPED_)?TEST(_[FP])?\(", path.read_text(), re.MULTILINE):
+            yield f"{name}: a test outside of a suite, which is a file *_test.cpp, is never run"
+
+
 def main() -> int:
     """Exits with 1 where anything is wrong."""
     root = Path(__file__).resolve().parent.parent
-    breaches = [*include_breaches(root), *package_breaches(root), *size_breaches(root)]
+    checks = (include_breaches, package_breaches, size_breaches, suite_breaches)
+    breaches = [breach for check in checks for breach in check(root)]
     for breach in breaches:
         print(breach)
     return 1 if breaches else 0

@@ -1,5 +1,5 @@
 // What a session takes over from a plan: the order of its uses, and all of it or nothing. Where
-// pages rest then, and that the bits stay, is on_device_test's affair.
+// pages rest then, and that the bits stay, is the affair of on_device.
 #include <gtest/gtest.h>
 
 #include <memory>

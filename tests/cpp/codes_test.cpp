@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "golden_codes.hpp"
+#include "isas.hpp"
 #include "memory/result.hpp"
 #include "optimizers/codes/tables.hpp"
 
@@ -23,13 +24,6 @@ namespace {
 constexpr Codes kForms[] = {Codes::int8, Codes::nf4, Codes::nf4_double};
 constexpr Dtype kDtypes[] = {Dtype::float32, Dtype::float16, Dtype::bfloat16};
 constexpr std::size_t kPage = 64 * kKiB;
-
-std::vector<Isa> isas() {
-  std::vector<Isa> all = {Isa::scalar};
-  if (best_isa() >= Isa::avx2) all.push_back(Isa::avx2);
-  if (best_isa() >= Isa::avx512) all.push_back(Isa::avx512);
-  return all;
-}
 
 // A page of a form, aligned as frames are.
 struct Page {

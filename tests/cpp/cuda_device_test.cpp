@@ -1,5 +1,5 @@
 // A GPU's ports over the recording driver: what they ask of a driver, in which order, and what
-// remains when any of it fails. What every device must do is in copy_engine_test and frames_test.
+// remains when any of it fails. What every device must do is in copy_engine and frames.
 #include <gtest/gtest.h>
 
 #include <algorithm>

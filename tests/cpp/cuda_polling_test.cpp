@@ -204,9 +204,10 @@ TEST(CudaPolling, ASessionLooksWhileSomethingIsInFlightAndThenSleeps) {
     // 1. Somebody waits for a kernel.
     std::vector<std::byte> tensor(kNumel * 2);
     driver.hold(caller.stream());
+    const std::size_t earlier = driver.count("event_query");
     std::thread landing(
         [&] { session.land_gradient(0, tensor.data(), Dtype::bfloat16, caller.stream()); });
-    while (driver.count("event_query") == 0) std::this_thread::yield();
+    while (driver.count("event_query") == earlier) std::this_thread::yield();
     const std::size_t before = driver.count("event_query");
     std::this_thread::sleep_for(milliseconds(30));
     EXPECT_GT(driver.count("event_query") - before, 30U) << "a look a millisecond at the least";

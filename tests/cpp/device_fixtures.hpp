@@ -14,6 +14,7 @@
 #include <string>
 #include <vector>
 
+#include "isas.hpp"
 #include "memory/units.hpp"
 #include "optimizers/cuda/kernels.hpp"
 
@@ -22,13 +23,6 @@ namespace strata {
 inline constexpr Dtype kDtypes[] = {Dtype::float32, Dtype::float16, Dtype::bfloat16};
 inline constexpr MomentDtype kMomentDtypes[] = {MomentDtype::float32, MomentDtype::bfloat16,
                                                 MomentDtype::block8};
-
-inline std::vector<Isa> isas() {
-  std::vector<Isa> all = {Isa::scalar};
-  if (best_isa() >= Isa::avx2) all.push_back(Isa::avx2);
-  if (best_isa() >= Isa::avx512) all.push_back(Isa::avx512);
-  return all;
-}
 
 inline std::size_t master_bytes(Dtype dtype) {
   return dtype == Dtype::float32 ? 0 : dtype == Dtype::float16 ? 4 : 2;

@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "isas.hpp"
 #include "optimizers/rule.hpp"
 
 namespace strata::moments_test {
@@ -18,13 +19,6 @@ namespace {
 
 constexpr MomentDtype kShort[] = {MomentDtype::bfloat16, MomentDtype::block8};
 constexpr MomentKind kKinds[] = {MomentKind::mean, MomentKind::square};
-
-std::vector<Isa> isas() {
-  std::vector<Isa> all = {Isa::scalar};
-  if (best_isa() >= Isa::avx2) all.push_back(Isa::avx2);
-  if (best_isa() >= Isa::avx512) all.push_back(Isa::avx512);
-  return all;
-}
 
 std::string text(MomentDtype dtype) {
   return dtype == MomentDtype::bfloat16 ? "bfloat16" : "block8";

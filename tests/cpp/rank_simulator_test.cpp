@@ -3,16 +3,10 @@
 
 #include <gtest/gtest.h>
 
-#include <cstdlib>
-
 #include "seeds.hpp"
 
 namespace strata::rank_simulator_test {
 namespace {
-
-bool replays() {
-  return std::getenv("STRATA_SEED") != nullptr;
-}
 
 void expect_no_error(const RanksResult& result) {
   for (const RanksResult::Rank& rank : result.ranks) {

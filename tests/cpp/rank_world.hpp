@@ -17,18 +17,12 @@
 #include "doubles/turns.hpp"
 #include "doubles/virtual_clock.hpp"
 #include "doubles/virtual_network.hpp"
+#include "promise.hpp"
 #include "rank_oracle.hpp"
 #include "rank_script.hpp"
 #include "rank_simulator.hpp"
 
 namespace strata {
-
-struct Broken {
-  std::string what;
-};
-inline void promise(bool kept, const std::string& what) {
-  if (!kept) throw Broken{what};
-}
 
 // What the ranks share: machines, whose turn it is, and what they should learn.
 struct World {

@@ -143,7 +143,7 @@ TEST(Ranks, WhoseDiskHangsSaysSoToTheOthers) {
   on_ranks(2, [&](std::uint32_t rank) {
     SessionParts parts;
     parts.look_period = std::chrono::milliseconds(1);
-    parts.looks_max = rank == 0 ? 40 : 5'000;
+    parts.looks_max = rank == 0 ? 400 : 5'000;
     if (rank == 0) parts.io_engine = std::make_unique<HeldEngine>(holds);
     Config config = tight(folder);
     config.host_bytes = 22 * kPage;
@@ -176,7 +176,7 @@ TEST(Ranks, WhoIsGivenUpIsNamedByAll) {
     const auto opened = open_rank(machine, rank);
     Session& session = *opened;
     fill_all(session);
-    // Nobody waits, not even for pages of a next step: nothing.
+    // Nobody waits yet, so this does nothing.
     session.give_up_rank(1 - rank, 9.0);
     train_rank(session, 1, {}, {});
     all.arrive_and_wait();
@@ -185,7 +185,9 @@ TEST(Ranks, WhoIsGivenUpIsNamedByAll) {
       std::atomic<bool> over = false;
       std::thread watch([&] {
         const auto give_up = [&] { session.give_up_rank(1, 2.5); };
-        while (!over && refusal_of(give_up).empty()) std::this_thread::yield();
+        while (!over && refusal_of(give_up).empty()) {
+          std::this_thread::sleep_for(std::chrono::milliseconds(1));
+        }
       });
       const std::string words = refusal_of([&] { session.step(session.config().groups, {}); });
       over = true;

@@ -18,6 +18,11 @@ inline bool few_seeds() {
   return kSanitized || std::getenv("STRATA_FEW_SEEDS") != nullptr;
 }
 
+// One seed runs again, which need not show what all of them do.
+inline bool replays() {
+  return std::getenv("STRATA_SEED") != nullptr;
+}
+
 // Calls visit(seed) for 1 to `count`; STRATA_SEED=7 replays one, STRATA_SEEDS=1000 runs so many
 // where those are more.
 template <typename Visit>

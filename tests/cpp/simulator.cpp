@@ -10,18 +10,12 @@
 #include "gradient_changes.hpp"
 #include "offload/storage/memory_engine.hpp"
 #include "plain_param.hpp"
+#include "promise.hpp"
 #include "random_session.hpp"
 #include "taken_snapshots.hpp"
 
 namespace strata {
 namespace {
-
-struct Broken {
-  std::string what;
-};
-void promise(bool kept, const std::string& what) {
-  if (!kept) throw Broken{what};
-}
 
 // A tensor that was saved: what it was, and device memory that a copy may still read or write.
 struct Tensor {

@@ -3,27 +3,15 @@
 
 #include <gtest/gtest.h>
 
-#include <algorithm>
 #include <cerrno>
-#include <cstdlib>
+
+#include "seeds.hpp"
 
 namespace strata::simulator_test {
 namespace {
 
 // A seed whose budgets leave much on the disk.
 constexpr std::uint64_t kDiskHeavySeed = 1;
-
-std::uint64_t number(const char* variable, std::uint64_t otherwise) {
-  const char* text = std::getenv(variable);
-  return text == nullptr ? otherwise : std::strtoull(text, nullptr, 10);
-}
-
-template <typename Visit>
-void for_seeds(std::uint64_t count, Visit visit) {
-  if (const std::uint64_t one = number("STRATA_SEED", 0)) return visit(one);
-  const std::uint64_t seeds = std::max(count, number("STRATA_SEEDS", 0));
-  for (std::uint64_t seed = 1; seed <= seeds && !testing::Test::HasFailure(); ++seed) visit(seed);
-}
 
 FaultPlan nuisances() {
   FaultPlan plan;
@@ -54,16 +42,19 @@ TEST_P(Simulator, NuisancesChangeNothing) {
     settled += result.settled;
     snapshots += result.snapshots;
     went_back += result.went_back;
-    EXPECT_EQ(result.broken, "") << "replay with STRATA_SEED=" << seed;
-    EXPECT_FALSE(result.error) << result.error->text() << "; replay with STRATA_SEED=" << seed;
+    EXPECT_EQ(result.broken, "");
+    EXPECT_FALSE(result.error) << result.error->text();
   });
   EXPECT_GT(faults, 0U) << "the disk was never used";
-  if (number("STRATA_SEED", 0) != 0) return;
+  if (replays()) return;
   EXPECT_GT(came_back, 0U) << "no activation was swapped";
   EXPECT_GT(demotions, 0U) << "room was never short";
-  EXPECT_GE(snapshots, seeds.on(GetParam()) / 2) << "hardly any snapshot was complete";
-  EXPECT_GE(went_back, seeds.on(GetParam()) / 16) << "hardly any run went back to a snapshot";
-  EXPECT_GE(settled, seeds.on(GetParam()) / 4) << "hardly any unit rested on the device";
+  EXPECT_GE(snapshots, of_all_seeds(seeds.on(GetParam()) / 2))
+      << "hardly any snapshot was complete";
+  EXPECT_GE(went_back, of_all_seeds(seeds.on(GetParam()) / 16))
+      << "hardly any run went back to a snapshot";
+  EXPECT_GE(settled, of_all_seeds(seeds.on(GetParam()) / 4))
+      << "hardly any unit rested on the device";
 }
 
 // A fourth tier of a few slots, which fills before the SSD does: the same bits, and one error.
@@ -75,14 +66,14 @@ TEST_P(Simulator, AFarTierIsOneMore) {
     if (seed % 2 == 0) plan.chance_of(IoFault::corrupt) = 0.005;
     const auto slots = static_cast<std::uint32_t>(1 + seed % 40);
     const SimulationResult result = simulate(GetParam(), seed, plan, {}, slots);
-    EXPECT_EQ(result.broken, "") << "replay with STRATA_SEED=" << seed;
+    EXPECT_EQ(result.broken, "");
     far_bytes += result.far_bytes;
     if (!result.error) return;
     ++errors;
     EXPECT_EQ(result.error->fault, Fault::corrupt) << result.error->text();
-    EXPECT_EQ(seed % 2, 0U) << "replay with STRATA_SEED=" << seed;
+    EXPECT_EQ(seed % 2, 0U);
   });
-  if (number("STRATA_SEED", 0) != 0) return;
+  if (replays()) return;
   EXPECT_GT(far_bytes, 0U) << "nothing ever rested there";
   EXPECT_TRUE(errors > 0 || seeds.on(GetParam()) < 10) << "no fault was ever noticed";
 }
@@ -98,7 +89,7 @@ TEST_P(Simulator, BrokenDisksAreNoticed) {
       plan.chance_of(fault) = 0.002;
     }
     const SimulationResult result = simulate(GetParam(), seed, plan);
-    EXPECT_EQ(result.broken, "") << "replay with STRATA_SEED=" << seed;
+    EXPECT_EQ(result.broken, "");
     if (!result.error) return;
     ++errors;
     EXPECT_GT(result.faults, 0U);
@@ -107,7 +98,7 @@ TEST_P(Simulator, BrokenDisksAreNoticed) {
     EXPECT_TRUE(result.error->page != kNoPage || has_slot) << result.error->text();
     EXPECT_FALSE(result.error->unit.empty()) << result.error->text();
   });
-  if (number("STRATA_SEED", 0) == 0) {
+  if (!replays()) {
     EXPECT_GT(errors, 0U) << "no fault was ever noticed";
   }
 }
@@ -143,14 +134,14 @@ TEST(SimulatorOfTheDouble, ALostGpuIsNoticed) {
     const SimulationResult result =
         simulate(TestedOn::gpu_double, seed, nuisances(),
                  {.nth = 1'500 + 45 * (seed % 60), .nth_result = kCudaLaunchFailed});
-    EXPECT_EQ(result.broken, "") << "replay with STRATA_SEED=" << seed;
+    EXPECT_EQ(result.broken, "");
     if (!result.error) return;
     ++errors;
     EXPECT_NE(result.error->text().find("launch failure"), std::string::npos)
         << result.error->text();
   });
-  if (number("STRATA_SEED", 0) == 0) {
-    EXPECT_GT(errors, 20U) << "hardly ever noticed";
+  if (!replays()) {
+    EXPECT_GT(errors, of_all_seeds(20U)) << "hardly ever noticed";
   }
 }
 

@@ -4,7 +4,6 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
-#include <cstdlib>
 #include <memory>
 #include <random>
 #include <vector>
@@ -12,6 +11,7 @@
 #include "doubles/faulty_engine.hpp"
 #include "engine/session.hpp"
 #include "offload/storage/memory_engine.hpp"
+#include "seeds.hpp"
 #include "test_device.hpp"
 
 namespace strata::staleness_test {
@@ -206,21 +206,14 @@ class Stale : public OnDevices {
 };
 
 TEST_P(Stale, NeverMoreThanDeclaredAndNoPageTorn) {
-  const char* more = std::getenv("STRATA_SEEDS");
-  const char* one = std::getenv("STRATA_SEED");
-  const std::uint64_t first = one == nullptr ? 1 : std::strtoull(one, nullptr, 10);
-  const std::uint64_t count =
-      more == nullptr ? kLateDisks.on(GetParam()) : std::strtoull(more, nullptr, 10);
-  const std::uint64_t last = one == nullptr ? count : first;
   Seen all;
-  for (std::uint64_t seed = first; seed <= last && !HasFailure(); ++seed) {
-    SCOPED_TRACE("replay with STRATA_SEED=" + std::to_string(seed));
+  for_seeds(kLateDisks.on(GetParam()), [&](std::uint64_t seed) {
     const Seen seen = run(seed, {.late = true, .seed = seed}, Training::Threads::none);
     all.lagging += seen.lagging;
     all.waits += seen.waits;
     all.merged += seen.merged;
-  }
-  if (one != nullptr) return;
+  });
+  if (replays()) return;
   EXPECT_GT(all.lagging, 0U) << "no update was ever late";
   EXPECT_GT(all.waits, 0U) << "the bound was never reached";
   EXPECT_GT(all.merged, 0U) << "no gradient ever met an older one";

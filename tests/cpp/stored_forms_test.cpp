@@ -12,19 +12,13 @@
 #include <string>
 #include <vector>
 
+#include "isas.hpp"
 #include "landed_values.hpp"
 #include "optimizers/half.hpp"
 #include "optimizers/rule.hpp"
 
 namespace strata::stored_forms_test {
 namespace {
-
-std::vector<Isa> isas() {
-  std::vector<Isa> all = {Isa::scalar};
-  if (best_isa() >= Isa::avx2) all.push_back(Isa::avx2);
-  if (best_isa() >= Isa::avx512) all.push_back(Isa::avx512);
-  return all;
-}
 
 bool is_nan(std::uint32_t bits) {
   return (bits & 0x7fffffff) > 0x7f800000;
