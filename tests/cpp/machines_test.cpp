@@ -145,7 +145,7 @@ TEST(Machines, NoPageCrossesOfWhatIsFrozen) {
     for (std::uint32_t i = 0; i < layout.page_count; ++i) {
       const Chunk& chunk = layout.chunks[layout.chunk_of[i]];
       const bool is_param = layout.role_of[i] == Role::param;
-      trains += is_param && layout.segments[chunk.segment].trainable ? 1 : 0;
+      trains += is_param && layout.trains(chunk) ? 1 : 0;
     }
     const std::uint64_t crossed = machines.wires().pieces(kPage);
     all.arrive_and_wait();

@@ -17,7 +17,7 @@ namespace strata::ownership_test {
 namespace {
 
 bool is_trained(const Layout& layout, std::uint32_t chunk) {
-  return layout.segments[layout.chunks[chunk].segment].trainable;
+  return layout.trains(layout.chunks[chunk]);
 }
 
 // One of so many equal parts, but for half a chunk that each may have got too much or too little.

@@ -53,7 +53,7 @@ TEST(RankModes, UpdatesBeginWhenAllHaveCompletedAUnit) {
     std::uint64_t early = 0;
     const Layout layout = session.residence().layout;
     for (const std::uint32_t chunk : layout.units[0].chunks) {
-      const bool trained = layout.segments[layout.chunks[chunk].segment].trainable;
+      const bool trained = layout.trains(layout.chunks[chunk]);
       early += owns.mine(chunk) && trained ? 1 : 0;
     }
     for (int i = 0; i < 2'000 && session.stats().chunks_updated < early; ++i) {

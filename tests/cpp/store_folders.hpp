@@ -19,7 +19,6 @@
 #include <vector>
 
 #include "io_fixtures.hpp"
-#include "offload/storage/make_engine.hpp"
 #include "offload/storage/page_file.hpp"
 #include "offload/storage/store.hpp"
 #include "store_fixtures.hpp"
@@ -39,8 +38,7 @@ inline StoreOptions folder_options(std::vector<std::string> paths,
 }
 
 inline std::unique_ptr<Store> make_store(const StoreOptions& options) {
-  std::string why;
-  return std::make_unique<Store>(options, make_io_engine("threads", nullptr, 4, &why));
+  return std::make_unique<Store>(options, engine_named("threads"));
 }
 
 inline Error refusal(const StoreOptions& options) {

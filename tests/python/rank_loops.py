@@ -11,6 +11,7 @@ from typing import Any
 
 import strata
 import torch
+from strata._config.rank_group import WAIT
 from strata._config.update_modes import parse_update
 from torch import distributed, nn
 
@@ -27,11 +28,10 @@ class Rank:
     folder: Path
     port: int = 0  # of the store where ranks of a run find each other
 
-    def join(self, backend: str, timeout: timedelta | None = None) -> None:
+    def join(self, backend: str, timeout: timedelta = WAIT) -> None:
         """Begins torch's group of them all."""
         assert self.port, "this rank was made without a store"
-        store = distributed.TCPStore("127.0.0.1", self.port)
-        store.set_timeout(timeout or distributed.default_pg_timeout)
+        store = distributed.TCPStore("127.0.0.1", self.port, timeout=timeout)
         distributed.init_process_group(
             backend,
             store=distributed.PrefixStore(str(self.folder), store),

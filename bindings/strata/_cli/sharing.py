@@ -59,15 +59,17 @@ def shared_among(trace: Trace, ranks: int, machines: int = 1) -> Trace:
     here = ranks // machines
     trained = _given_out([unit.trained for unit in units], ranks)
     frozen = _given_out([unit.frozen for unit in units], here)
-    held = [  # by rank and unit
-        [
-            unit.held(train[rank], rest[rank % here])
+
+    def lacking(rank: int) -> list[dict[str, int]]:
+        return [
+            unit.lacks(train[rank], rest[rank % here])
             for unit, train, rest in zip(units, trained, frozen, strict=True)
         ]
-        for rank in range(ranks)
-    ]
-    most = max(held, key=lambda of: sum(map(_held, of)))
-    return trace.replace(units=most)
+
+    least = min(map(lacking, range(ranks)), key=lambda of: sum(map(_bytes, of)))
+    return trace.replace(
+        units=[unit.whole.replace(**lacks) for unit, lacks in zip(units, least, strict=True)]
+    )
 
 
 def _given_out(chunks: Sequence[int], takers: int) -> list[list[int]]:
@@ -92,7 +94,7 @@ def _given_out(chunks: Sequence[int], takers: int) -> list[list[int]]:
 class _Unit:
     """Its chunks of either kind."""
 
-    unit: TracedUnit
+    whole: TracedUnit
     trained: int
     frozen: int
 
@@ -106,38 +108,35 @@ class _Unit:
         trained = max(least, min(round(unit.chunks * trains / rests), unit.chunks - 1))
         return _Unit(unit, trained, unit.chunks - trained)
 
-    def held(self, trained: int, frozen: int) -> TracedUnit:
-        """As a rank has it that holds so many of its chunks."""
-        unit, rests = self.unit, _rests(self.unit)
+    def lacks(self, trained: int, frozen: int) -> dict[str, int]:
+        """What a rank has not that holds so many of its chunks, by what TracedUnit calls it."""
+        unit, rests = self.whole, _rests(self.whole)
         trains = min(trained_bytes(unit), rests)
 
-        def lacks_trained(size: int) -> int:
+        def of_trained(size: int) -> int:
             return size - trained * (size // max(1, self.trained))
 
-        def lacks(size: int) -> int:
-            of_trained = size * trains // max(1, rests)
-            of_frozen = size - of_trained
-            return (
-                lacks_trained(of_trained) + of_frozen - frozen * (of_frozen // max(1, self.frozen))
-            )
+        def of_frozen(size: int) -> int:
+            return size - frozen * (size // max(1, self.frozen))
 
-        return unit.replace(
-            remote_elements=lacks(unit.elements),
-            remote_param_bytes=lacks(rests),
-            remote_grad_bytes=lacks_trained(unit.grad_bytes),
-            remote_state_bytes=lacks_trained(unit.state_bytes),
-        )
+        def of_both(size: int) -> int:
+            part = size * trains // max(1, rests)
+            return of_trained(part) + of_frozen(size - part)
+
+        return {
+            "remote_elements": of_both(unit.elements),
+            "remote_param_bytes": of_both(rests),
+            "remote_grad_bytes": of_trained(unit.grad_bytes),
+            "remote_state_bytes": of_trained(unit.state_bytes),
+        }
 
 
 def _rests(unit: TracedUnit) -> int:
     return unit.code_bytes or unit.param_bytes
 
 
-def _held(unit: TracedUnit) -> int:
-    return (
-        _rests(unit) - unit.remote_param_bytes
-        + unit.grad_bytes - unit.remote_grad_bytes + unit.state_bytes - unit.remote_state_bytes
-    )  # fmt: skip
+def _bytes(lacks: Mapping[str, int]) -> int:
+    return sum(size for name, size in lacks.items() if name.endswith("_bytes"))
 
 
 def _summed(unit: TracedUnit) -> TracedUnit:
