@@ -26,7 +26,7 @@ namespace strata {
 // them; what else another stream waits for does not hold it up. So pages for computation that comes
 // do not queue behind an activation whose memory is still in use.
 enum class CopyStream : std::uint8_t {
-  pages_in,  // host → device, waits for nothing
+  pages_in,  // to the device, from wherever pages are: waits for nothing
   bytes_in,  // host → device, waits for memory of the caller
   out,       // device → host
 };

@@ -62,6 +62,9 @@ class CudaCopies final : public CopyEngine {
   CudaCopies& operator=(const CudaCopies&) = delete;
 
   CudaDevice& device() { return device_; }
+  // These addresses are memory of a device, of this one or another: what is copied from there
+  // crosses no host memory.
+  void add_device_memory(std::span<const std::byte> addresses) { on_devices_.push_back(addresses); }
   std::size_t pinned_piece_bytes() const { return pinned_piece_bytes_; }
 
   // Waits for room when kQueueMax copies are in flight on their queue. Memory that is not pinned is
@@ -110,6 +113,7 @@ class CudaCopies final : public CopyEngine {
   int enqueue(Queue& queue, const CopyRequest& request,
               std::array<CudaEvent, kCopyStreamCount> after);
   int move(const CopyRequest& request, CudaStream stream);
+  bool is_on_device(const std::byte* at) const;
   static CudaEvent conflict(const Queue& other, const Copy& copy);
   std::deque<Mark>& marks_of(Stream stream);
   int signal(CudaStream stream, CudaEvent& event);
@@ -133,6 +137,7 @@ class CudaCopies final : public CopyEngine {
   std::vector<CudaEvent> spare_;
   Registered pinned_;
   std::vector<Registered> others_;  // of other processes
+  std::vector<std::span<const std::byte>> on_devices_;
   std::string why_not_pinned_;
   std::uint64_t last_ = 0;
   bool news_ = false;                     // something was found finished since the last poll()

@@ -19,6 +19,7 @@ static_assert(kCudaNoDevice == CUDA_ERROR_NO_DEVICE);
 static_assert(kCudaEccUncorrectable == CUDA_ERROR_ECC_UNCORRECTABLE);
 static_assert(kCudaNotReady == CUDA_ERROR_NOT_READY);
 static_assert(kCudaLaunchFailed == CUDA_ERROR_LAUNCH_FAILED);
+static_assert(kCudaNotSupported == CUDA_ERROR_NOT_SUPPORTED);
 static_assert(static_cast<int>(CudaCaptureMode::global) == CU_STREAM_CAPTURE_MODE_GLOBAL);
 static_assert(static_cast<int>(CudaCaptureMode::own_thread) == CU_STREAM_CAPTURE_MODE_THREAD_LOCAL);
 static_assert(static_cast<int>(CudaCaptureMode::relaxed) == CU_STREAM_CAPTURE_MODE_RELAXED);
@@ -71,6 +72,8 @@ struct Entries {
   STRATA_CUDA_ENTRY(address_free, cuMemAddressFree);
   STRATA_CUDA_ENTRY(memory_create, cuMemCreate);
   STRATA_CUDA_ENTRY(memory_release, cuMemRelease);
+  STRATA_CUDA_ENTRY(memory_export, cuMemExportToShareableHandle);
+  STRATA_CUDA_ENTRY(memory_import, cuMemImportFromShareableHandle);
   STRATA_CUDA_ENTRY(map, cuMemMap);
   STRATA_CUDA_ENTRY(unmap, cuMemUnmap);
   STRATA_CUDA_ENTRY(set_access, cuMemSetAccess);
@@ -87,6 +90,7 @@ struct Entries {
   STRATA_CUDA_ENTRY(event_synchronize, cuEventSynchronize);
   STRATA_CUDA_ENTRY(copy_in, cuMemcpyHtoDAsync);
   STRATA_CUDA_ENTRY(copy_out, cuMemcpyDtoHAsync);
+  STRATA_CUDA_ENTRY(copy_across, cuMemcpyDtoDAsync);
 };
 #undef STRATA_CUDA_ENTRY
 
@@ -150,6 +154,31 @@ int device_facts(void* self, int ordinal, CudaFacts* facts) {
     const CUmemAllocationProp prop = memory_on(ordinal);
     failed = e.granularity(&facts->granularity, &prop, CU_MEM_ALLOC_GRANULARITY_MINIMUM);
   }
+  return failed;
+}
+
+// By what stands for memory that processes share.
+constexpr CUmemAllocationHandleType kFile = CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
+
+int memory_share(void* self, int ordinal, std::size_t bytes, CudaMemory* memory, int* file) {
+  const Entries& e = entries(self);
+  CUmemAllocationProp prop = memory_on(ordinal);
+  prop.requestedHandleTypes = kFile;
+  CUmemGenericAllocationHandle handle = 0;
+  CUresult failed = e.memory_create(&handle, bytes, &prop, 0);
+  if (failed != CUDA_SUCCESS) return failed;
+  failed = e.memory_export(file, handle, kFile, 0);
+  if (failed != CUDA_SUCCESS) e.memory_release(handle);
+  *memory = handle;
+  return failed;
+}
+
+int memory_open(void* self, int file, CudaMemory* memory) {
+  CUmemGenericAllocationHandle handle = 0;
+  // NOLINTNEXTLINE(performance-no-int-to-ptr): the driver takes the number itself
+  void* const by = reinterpret_cast<void*>(static_cast<std::uintptr_t>(file));
+  const CUresult failed = entries(self).memory_import(&handle, by, kFile);
+  *memory = handle;
   return failed;
 }
 
@@ -224,6 +253,8 @@ void fill_memory(CudaDriver& driver) {
     return failed;
   };
   forward<&Entries::memory_release>(driver.memory_release);
+  driver.memory_share = memory_share;
+  driver.memory_open = memory_open;
   driver.map = [](void* self, std::byte* at, std::size_t bytes, CudaMemory memory) -> int {
     return entries(self).map(address(at), bytes, 0, memory, 0);
   };
@@ -258,6 +289,7 @@ void fill_streams(CudaDriver& driver) {
   forward<&Entries::event_synchronize>(driver.event_synchronize);
   forward<&Entries::copy_in>(driver.copy_in);
   forward<&Entries::copy_out>(driver.copy_out);
+  forward<&Entries::copy_across>(driver.copy_across);
 }
 
 // What there is on this machine: looked up once, the same for whoever asks.

@@ -17,6 +17,7 @@
 
 #include "memory/cuda/copies.hpp"
 #include "memory/cuda/device.hpp"
+#include "memory/descriptor.hpp"
 #include "memory/device.hpp"
 #include "memory/units.hpp"
 
@@ -33,6 +34,11 @@ namespace strata {
 // What is mapped can be used when access to it is set, which takes the driver tens of µs, whatever
 // the size. So it is set once for a stretch of a view, when all of its pages are mapped; pages in
 // between that stay as they are do no harm.
+
+// Note [Beside the frames]
+// What devices of other processes copy from is one piece of memory: a handle that was made to be
+// shared can be passed on as a file, and no frame is, since each would need a file of its own. Who
+// has opened the file keeps the memory, also when the process that shared it has ended.
 //
 // Invariants:
 //   1. Frame i of frames_ is mapped at address(i), readable and writable; nothing is behind others.
@@ -58,8 +64,18 @@ class CudaFrames final : public DeviceMemory {
   std::byte* reserve(std::size_t bytes) override;
   void release(std::byte* view, std::size_t bytes) override;
   std::optional<Error> map_pages(std::byte* view, std::span<const ViewPage> pages) override;
+  SharedMemory share(std::size_t bytes) override;
+  std::span<const std::byte> see(int file, std::size_t bytes) override;
+  std::string why_not_shared() const override { return why_not_shared_; }
 
  private:
+  // Memory beside frames: shared by this process, or by another one.
+  struct Beside {
+    CudaMemory memory{};
+    std::size_t bytes = 0;
+    std::byte* at = nullptr;
+    bool reserved = false, mapped = false;  // there
+  };
   using Views = std::map<std::byte*, std::vector<FrameId>>;  // shown, by page; kNoFrame: none
 
   std::optional<Error> set_count(std::size_t frame_count);
@@ -73,6 +89,9 @@ class CudaFrames final : public DeviceMemory {
   void hide(std::byte* view, std::span<const ViewPage> pages);
   void forget(Views::iterator view);
   bool exists(FrameId frame) const { return index(frame) < frames_.size(); }
+  std::span<std::byte> place(Beside beside);
+  void gave_nothing(const char* what, int result);
+  void drop(const Beside& beside);
 
   CudaCopies& copies_;
   CudaDevice& device_;
@@ -81,6 +100,9 @@ class CudaFrames final : public DeviceMemory {
   std::size_t base_bytes_ = 0;
   std::vector<CudaMemory> frames_;
   Views views_;
+  std::vector<Beside> beside_;
+  Descriptor shared_file_;
+  std::string why_not_shared_;
 };
 
 // Both ports of a GPU. Throws StrataError: why it cannot be used. REQUIRES: bell outlives it.

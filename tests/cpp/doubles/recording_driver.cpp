@@ -158,7 +158,9 @@ int RecordingDriver::enter(std::string_view name, Kind kind) {
   if (lost) return lost_by_;
   if (spoils_capture(kind)) return kCaptureUnsupported;
   if (calls_.size() != options_.nth) return kCudaSuccess;
-  if (options_.nth_result != kCudaOutOfMemory) lose(options_.nth_result);
+  const bool refuses =
+      options_.nth_result == kCudaOutOfMemory || options_.nth_result == kCudaNotSupported;
+  if (!refuses) lose(options_.nth_result);
   return options_.nth_result;
 }
 
