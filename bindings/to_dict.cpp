@@ -172,6 +172,8 @@ py::dict stats_dict(const SessionStats& stats) {
   out["activation_fetched_bytes"] = stats.activation_fetched_bytes;
   out["snapshot_bytes"] = stats.snapshot_bytes;
   out["gradients_kept_bytes"] = stats.gradients_kept_bytes;
+  out["from_devices_bytes"] = stats.from_devices_bytes;
+  out["why_not_from_devices"] = stats.why_not_from_devices;
   out["steps"] = stats.steps;
   out["steps_skipped"] = stats.steps_skipped;
   out["chunks_updated"] = stats.chunks_updated;

@@ -88,10 +88,10 @@ Core::Core(const Config& config, SessionParts parts, Gate& gate, Doorbell& bell)
       coded(base, updates, prefetcher, captures),
       visits(base, between, prefetcher, updates, writes),
       gradients(base, between, updates, captures, parts.idle == nullptr),
-      ranks(base.owns.alone()
-                ? std::nullopt
-                : std::optional<OtherRanks>(std::in_place, base, updates, *gradients.exchange(),
-                                            gradients.early())),
+      ranks(base.owns.alone() ? std::nullopt
+                              : std::optional<OtherRanks>(
+                                    std::in_place, base, Lender(base, updates, prefetcher, loads),
+                                    *gradients.exchange(), gradients.early())),
       steps({base, between, prefetcher, planner, updates, writes, gradients, loads,
              ranks ? &*ranks : nullptr}),
       rearranger({base, between, frames, loads, prefetcher, planner, updates, swapping, gradients,
@@ -261,6 +261,8 @@ SessionStats Core::stats() const {
   if (const GradientExchange* exchange = gradients.exchange()) {
     stats.gradients_kept_bytes = exchange->kept_bytes();
   }
+  if (base.remote) stats.from_devices_bytes = base.remote->from_devices() * base.layout.page_bytes;
+  stats.why_not_from_devices = base.why_not_from_devices;
   stats.mappings = frames.mappings();
   if (const CountedDriver* driver = base.tiers.driver()) stats.driver = driver->counts();
   stats.plans = prefetcher.plans();

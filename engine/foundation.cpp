@@ -4,6 +4,7 @@
 #include <cstring>
 #include <utility>
 
+#include "engine/ranks/device_trial.hpp"
 #include "memory/check.hpp"
 
 namespace strata {
@@ -104,15 +105,19 @@ void Foundation::meet_others() {
   const Slab& slab = tiers.slab();
   const std::size_t agreement = Agreement::board_bytes(config.params.size());
   const std::size_t relayed_bytes = claims.relay_frames * layout.page_bytes;
-  peers = std::make_unique<Peers>(owns.rank,
-                                  meeting->meet({.memory = {slab.bytes().data(), slab.bytes_max()},
-                                                 .claimed_bytes = slab.bytes().size(),
-                                                 .memory_file = slab.descriptor(),
-                                                 .bell = &bell,
-                                                 .board_bytes = agreement + Whereabouts::kBytes,
-                                                 .page_bytes = layout.page_bytes,
-                                                 .relayed = {relayed, relayed_bytes}}));
-  STRATA_ASSERT(peers->count() == config.ranks);
+  const SharedMemory lends = lend_frames();
+  std::vector<Seat> seats = meeting->meet({.memory = {slab.bytes().data(), slab.bytes_max()},
+                                           .claimed_bytes = slab.bytes().size(),
+                                           .memory_file = slab.descriptor(),
+                                           .bell = &bell,
+                                           .board_bytes = agreement + Whereabouts::kBytes,
+                                           .page_bytes = layout.page_bytes,
+                                           .relayed = {relayed, relayed_bytes},
+                                           .device_file = lends.file,
+                                           .device_bytes = lends.bytes.size()});
+  STRATA_ASSERT(seats.size() == config.ranks);
+  see_devices(seats);
+  peers = std::make_unique<Peers>(owns.rank, std::move(seats));
   for (std::uint32_t rank = 0; rank < peers->count(); ++rank) {
     if (rank == owns.rank) continue;
     if (auto error = tiers.pin_others(rank, peers->claimed(rank))) {
@@ -123,6 +128,36 @@ void Foundation::meet_others() {
   open_relay();
   remote.emplace(table, *peers, page_ranks, relay ? &*relay : nullptr);
   cache.connect(*remote);
+}
+
+SharedMemory Foundation::lend_frames() {
+  if (config.device_lending == DeviceLending::never) return {};
+  const std::uint32_t count = lent_frames(layout.page_bytes);
+  const SharedMemory shared = tiers.device().share(count * layout.page_bytes);
+  if (shared.bytes.empty()) {
+    why_not_from_devices = tiers.device().why_not_shared();
+    return {};
+  }
+  lent.emplace(shared.bytes.data(), count, layout.page_bytes);
+  leave_mark(tiers.copies(), *lent, owns.rank, tiers.slab().bytes().first(layout.page_bytes));
+  return shared;
+}
+
+// What this one's device cannot reach, or not faster, comes from host memory.
+void Foundation::see_devices(std::vector<Seat>& seats) {
+  const bool must_be_faster = config.device_lending == DeviceLending::faster;
+  for (std::uint32_t rank = 0; lent && rank < seats.size(); ++rank) {
+    Seat& seat = seats[rank];
+    if (rank == owns.rank || seat.device_bytes == 0) continue;
+    const auto frames = tiers.device().see(seat.device_file, seat.device_bytes);
+    const std::string why = frames.empty() ? tiers.device().why_not_shared()
+                                           : why_not_copied(tiers.copies(), *lent, {rank, frames},
+                                                            tiers.slab().bytes(), must_be_faster);
+    if (why.empty())
+      seat.device_frames = frames;
+    else
+      why_not_from_devices = why;
+  }
 }
 
 // Where it has no frames it sends all on.

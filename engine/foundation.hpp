@@ -21,6 +21,7 @@
 #include "engine/layout.hpp"
 #include "engine/names.hpp"
 #include "engine/ranks/agreement.hpp"
+#include "engine/ranks/lent_frames.hpp"
 #include "engine/ranks/meeting.hpp"
 #include "engine/ranks/ownership.hpp"
 #include "engine/ranks/relays.hpp"
@@ -72,6 +73,8 @@ struct Foundation final {
   PageCache cache;
   // The other ranks, and what they hold. None: this one is alone.
   std::unique_ptr<Peers> peers;
+  std::optional<LentFrames> lent;    // none: the device lends none to others
+  std::string why_not_from_devices;  // why what some of them lend is not copied here; or empty
   const PageRanks page_ranks;
   std::optional<Relay> relay;  // none: all ranks are of this machine
   std::optional<RemotePages> remote;
@@ -119,6 +122,8 @@ struct Foundation final {
   Foundation(const Config& config, TierParts parts, std::unique_ptr<Meeting> meeting, Gate& gate,
              Doorbell& bell, const Residence& home);
   void meet_others();
+  SharedMemory lend_frames();
+  void see_devices(std::vector<Seat>& seats);
   void open_relay();
 
   std::vector<CopyTicket> awaited_;  // by wait_for(), and not seen done

@@ -20,7 +20,7 @@ constexpr std::array<const char*, Hello::kFacts> kFactNames = {
     "other pages or another way to store moments: budgets and page_size must be the same",
     "another way to update, or another rank_gathers= or rank_sums=",
 };
-constexpr std::uint64_t kFormat = 9;
+constexpr std::uint64_t kFormat = 10;
 
 std::uint64_t model_of(const Config& config) {
   Fingerprint of;
@@ -77,7 +77,8 @@ Hello hello_of(const Config& config, const SeatOffer& offer, std::size_t area_by
                     std::uint64_t{config.sums_ranks}},
       .memory_bytes = offer.memory.size(),
       .claimed_bytes = offer.claimed_bytes,
-      .area_bytes = area_bytes};
+      .area_bytes = area_bytes,
+      .device_bytes = offer.device_bytes};
 }
 
 Hello checked(std::span<const std::byte> said, std::uint32_t other, const Hello& mine,

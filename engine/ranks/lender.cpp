@@ -1,6 +1,7 @@
 #include "engine/ranks/lender.hpp"
 
 #include <algorithm>
+#include <utility>
 
 namespace strata {
 
@@ -13,13 +14,14 @@ bool Lender::asked(std::uint32_t rank, const PeerMessage& ask) {
                     .writes = ask.count,
                     .reader = ask.part,
                     .frame = ask.window,
-                    .codes = ask.dtype != 0});
+                    .codes = ask.dtype != 0,
+                    .by_device = ask.at != 0 && base_.lent.has_value()});
   return true;
 }
 
 bool Lender::given_back(std::uint32_t rank, PageId page) {
   const auto found = std::find_if(loans_.begin(), loans_.end(), [&](const Loan& loan) {
-    return loan.rank == rank && loan.page == page && loan.pin;
+    return loan.rank == rank && loan.page == page && loan.granted;
   });
   if (found == loans_.end()) return false;
   loans_.erase(found);
@@ -31,13 +33,13 @@ void Lender::forget(std::uint32_t rank) {
   std::erase_if(loans_, [rank](Loan& loan) {
     if (loan.rank != rank) return false;
     loan.dead = true;
-    return loan.pin || !loan.coming;
+    return loan.granted || (!loan.coming && !loan.pin);
   });
   base_.gate.notify();
 }
 
 bool Lender::lends() const {
-  return std::ranges::any_of(loans_, [](const Loan& loan) { return static_cast<bool>(loan.pin); });
+  return std::ranges::any_of(loans_, [](const Loan& loan) { return loan.granted; });
 }
 
 std::optional<std::uint32_t> Lender::wrote_alone() const {
@@ -75,25 +77,99 @@ void Lender::send_scales(const Loan& loan) {
                                 .bytes = base_.layout.scale_bytes(base_.layout.chunks[chunk])});
 }
 
+// The page is in a frame that the device lends, or begins to come there: from where the device has
+// it, or from the pin. False: from neither, or there is no frame. Computation that comes waits for
+// the copy on the device, as it may write to the page.
+bool Lender::hold_frame(Loan& loan) {
+  const PageId page = loan.page;
+  const UnitId unit = base_.table.unit(page);
+  const std::uint64_t version = base_.table.newest(page);
+  loan.held_step = version_of(page);
+  loan.hold = base_.lent->find(page, version);
+  if (loan.hold) return true;
+  const bool there = base_.table.is_current(page, Tier::device) && !prefetcher_.in_use(unit) &&
+                     prefetcher_.passed(unit);
+  if (there || loan.pin) loan.hold = base_.lent->take(page, version);
+  if (!loan.hold) return false;
+  const std::size_t bytes = base_.layout.bytes_in(page);
+  if (!there) {
+    loan.hold.begin(base_.transfers.copy(Link::upload,
+                                         {.device = loan.hold.bytes(),
+                                          .host = loan.pin.bytes(),
+                                          .bytes = bytes,
+                                          .unit = unit,
+                                          .with_pages = true},
+                                         Requester::lender));
+    return true;
+  }
+  loan.hold.begin(
+      base_.tiers.copies().copy({.to = loan.hold.bytes(),
+                                 .from = base_.tiers.device().address(prefetcher_.frame_of(page)),
+                                 .bytes = bytes,
+                                 .stream = CopyStream::pages_in}));
+  loads_.note_copy(unit, loan.hold.copy());
+  return true;
+}
+
+// True: it is granted.
+bool Lender::lend_by_device(Loan& loan) {
+  CopyEngine& copies = base_.tiers.copies();
+  if (loan.dead || !copies.done(loan.hold.copy())) return false;
+  if (auto error = copies.wait(loan.hold.copy())) {
+    base_.gate.fail(std::move(*error));
+    return false;
+  }
+  loan.pin.close();
+  base_.peers->send(loan.rank, {.kind = PeerMessage::Kind::grant,
+                                .what = index(loan.page),
+                                .count = 1,
+                                .at = loan.hold.at(),
+                                .bytes = base_.layout.page_bytes,
+                                .step = loan.held_step});
+  return true;
+}
+
+void Lender::lend_by_host(const Loan& loan) {
+  send_scales(loan);
+  base_.peers->send(loan.rank, {.kind = PeerMessage::Kind::grant,
+                                .what = index(loan.page),
+                                .window = loan.frame,
+                                .dtype = form_of(loan),
+                                .at = base_.peers->place(loan.pin.bytes()),
+                                .bytes = base_.layout.page_bytes,
+                                .step = version_of(loan.page)});
+}
+
+// True: it is granted.
+bool Lender::lend(Loan& loan) {
+  if (loan.hold) return lend_by_device(loan);
+  if (loan.by_device && !loan.coming) {
+    if (loads_.loading(loan.page)) return false;
+    if (hold_frame(loan)) return lend_by_device(loan);
+  }
+  loan.pin = base_.cache.open(loan.page, Intent::read);
+  loan.coming = !loan.pin;
+  if (!loan.pin || loan.dead) return false;
+  if (loan.by_device && hold_frame(loan)) return lend_by_device(loan);
+  lend_by_host(loan);
+  return true;
+}
+
+// Who asked is dead, and nothing is copied for him any more.
+bool Lender::is_over(const Loan& loan) const {
+  if (!loan.dead) return false;
+  return loan.hold ? base_.tiers.copies().done(loan.hold.copy()) : static_cast<bool>(loan.pin);
+}
+
 bool Lender::turn() {
+  base_.transfers.take(Requester::lender);  // where they fail, the session does
   bool moved = false;
   for (Loan& loan : loans_) {
-    if (loan.pin || !may_lend(loan)) continue;
-    loan.pin = base_.cache.open(loan.page, Intent::read);
-    loan.coming = !loan.pin;
-    if (!loan.pin || loan.dead) continue;
-    send_scales(loan);
-    base_.peers->send(loan.rank, {.kind = PeerMessage::Kind::grant,
-                                  .what = index(loan.page),
-                                  .window = loan.frame,
-                                  .dtype = form_of(loan),
-                                  .at = base_.peers->place(loan.pin.bytes()),
-                                  .bytes = base_.layout.page_bytes,
-                                  .step = version_of(loan.page)});
-    moved = true;
+    if (loan.granted || (!loan.hold && !may_lend(loan))) continue;
+    loan.granted = lend(loan);
+    moved |= loan.granted;
   }
-  const auto over = [](const Loan& loan) { return loan.dead && loan.pin; };
-  return std::erase_if(loans_, over) != 0 || moved;
+  return std::erase_if(loans_, [this](const Loan& loan) { return is_over(loan); }) != 0 || moved;
 }
 
 }  // namespace strata

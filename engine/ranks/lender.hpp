@@ -13,6 +13,13 @@
 // device (page_cache.hpp, Note [Staging cannot deadlock]): who borrows it has its frame of the
 // device already, copies it, and gives it back without needing anything else. Who relays it has a
 // frame for it, and gives it back as soon as it has come.
+//
+// Note [Lending by the device]
+// Who can copy from this rank's device gets a page from there (lent_frames.hpp). It comes to the
+// lent frame from where the device has it; while a load of this rank brings it there, behind that,
+// which ends without anything of who asks; else from host memory, and so it does while computation
+// of this rank uses the unit, and may write to it. Where all frames are held, who asks reads host
+// memory itself.
 #pragma once
 
 #include <cstdint>
@@ -20,18 +27,22 @@
 #include <vector>
 
 #include "engine/foundation.hpp"
+#include "engine/ranks/lent_frames.hpp"
 #include "engine/updates.hpp"
+#include "offload/residency/loads.hpp"
+#include "offload/residency/prefetcher.hpp"
 
 namespace strata {
 
 class Lender final {
  public:
-  Lender(Foundation& base, const Updates& updates) : base_(base), updates_(updates) {}
+  Lender(Foundation& base, const Updates& updates, const Prefetcher& prefetcher, Loads& loads)
+      : base_(base), updates_(updates), prefetcher_(prefetcher), loads_(loads) {}
 
   // False of both: it cannot be, and the session should end.
   bool asked(std::uint32_t rank, const PeerMessage& ask);
   bool given_back(std::uint32_t rank, PageId page);
-  bool turn();
+  bool turn() STRATA_REQUIRES(core_lock);
   // The rank has died: it gives nothing back, and needs nothing.
   void forget(std::uint32_t rank);
   // Another rank has a page of this one right now.
@@ -48,18 +59,29 @@ class Lender final {
     std::uint32_t reader = 0;  // whose need it is, where `rank` relays it
     std::uint32_t frame = 0;   // of `rank`, to which it goes, counted from 1; 0: none
     bool codes = false;        // of its values will do
-    Pin pin = {};              // empty: it is asked for
-    bool coming = false;       // the cache was asked for it: whoever asks comes back
-    bool dead = false;         // so is who asked
+    bool by_device = false;    // a frame that the device lends will do
+    bool granted = false;
+    Pin pin = {};                // of host memory; empty: it is asked for, or not needed
+    LentFrames::Hold hold = {};  // the page is there, or on its way
+    std::int64_t held_step = 0;  // of the updates that it has there
+    bool coming = false;         // the cache was asked for it: whoever asks comes back
+    bool dead = false;           // so is who asked
   };
 
   std::int64_t version_of(PageId page) const;
   bool may_lend(const Loan& loan) const;
   std::uint32_t form_of(const Loan& loan) const;
   void send_scales(const Loan& loan);
+  bool lend(Loan& loan) STRATA_REQUIRES(core_lock);
+  void lend_by_host(const Loan& loan);
+  bool lend_by_device(Loan& loan) STRATA_REQUIRES(core_lock);
+  bool hold_frame(Loan& loan);
+  bool is_over(const Loan& loan) const;
 
   Foundation& base_;
   const Updates& updates_;
+  const Prefetcher& prefetcher_;
+  Loads& loads_;
   std::vector<Loan> loans_;  // in the order in which they were asked for
 };
 

@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "engine/foundation.hpp"
@@ -21,12 +22,11 @@ namespace strata {
 class OtherRanks final {
  public:
   // `early`: null where updates begin at step().
-  OtherRanks(Foundation& base, const Updates& updates, GradientExchange& exchange,
-             EarlyUnits* early)
+  OtherRanks(Foundation& base, Lender lender, GradientExchange& exchange, EarlyUnits* early)
       : base_(base),
         exchange_(exchange),
         early_(early),
-        lender_(base, updates),
+        lender_(std::move(lender)),
         said_bye_(base.peers->count(), false),
         died_(base.peers->count(), false),
         how_(base.peers->count()),

@@ -56,6 +56,8 @@ class Loads final {
   Cause missing(PageId page) const;
   // The last copy of a page of the unit: who computes with its pages waits for it.
   CopyTicket last_copy(UnitId unit) const { return last_copy_[index(unit)]; }
+  // So does who computes with them for this one, of CopyStream::pages_in, which reads one.
+  void note_copy(UnitId unit, CopyTicket copy) { last_copy_[index(unit)] = copy; }
 
   // Takes what has arrived, then starts what can be. True when anything moved.
   bool turn();

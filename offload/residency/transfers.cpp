@@ -196,7 +196,9 @@ CopyTicket Transfers::copy(Link link, const ByteCopy& what, Requester requester)
   return start(transfer, {.to = up ? what.device : what.host,
                           .from = up ? what.host : what.device,
                           .bytes = what.bytes,
-                          .stream = up ? CopyStream::bytes_in : CopyStream::out,
+                          .stream = !up               ? CopyStream::out
+                                    : what.with_pages ? CopyStream::pages_in
+                                                      : CopyStream::bytes_in,
                           .after = what.after});
 }
 

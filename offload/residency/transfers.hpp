@@ -33,8 +33,16 @@
 namespace strata {
 
 // Who started a transfer, and is told when it is over.
-enum class Requester : std::uint8_t { cache, loads, activations, gradients, elements, snapshots };
-inline constexpr std::size_t kRequesterCount = 6;
+enum class Requester : std::uint8_t {
+  cache,
+  loads,
+  activations,
+  gradients,
+  elements,
+  snapshots,
+  lender
+};
+inline constexpr std::size_t kRequesterCount = 7;
 
 struct Completion {
   Link link = Link::read;
@@ -58,6 +66,7 @@ struct ByteCopy {
   CopyTicket after{};
   UnitId unit = kNoUnit;  // for the timeline
   std::uint64_t tag = 0;
+  bool with_pages = false;  // to the device: it does not queue behind bytes that wait for memory
 };
 
 // Invariants:

@@ -11,8 +11,8 @@
 
 #include "damaged_ring.hpp"
 #include "doubles/faulty_engine.hpp"
+#include "doubles/lending_memory.hpp"
 #include "engine/session.hpp"
-#include "memory/host_device.hpp"
 #include "offload/storage/memory_engine.hpp"
 #include "rank_checks.hpp"
 
@@ -86,7 +86,7 @@ class SimulatedRank final {
 
   void open() {
     SessionParts parts;
-    parts.device = host_device(nullptr, CopyMode::polled);
+    parts.device = lending_host();
     faulty_ = disk_.get();
     parts.io_engine = std::move(disk_);
     parts.threads = false;

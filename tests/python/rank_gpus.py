@@ -6,10 +6,12 @@ from __future__ import annotations
 import os
 import signal
 from typing import Any
+from unittest import mock
 
 import strata
 import torch
 from rank_loops import Rank, hash_of, make_model, options_of, train, wrap
+from strata import _config
 from torch import nn
 
 MEMORY = {"device": "128MiB", "host": "1GiB"}
@@ -24,6 +26,15 @@ def bits(run: Rank, steps: int = 3, path: str = "", saves: str = "", **options: 
     train(run, model, optimizer, steps)
     if saves:
         strata.save(model, saves)
+    return hash_of(model)
+
+
+def bits_of_lenders(run: Rank, **options: Any) -> str:
+    """The same, where GPUs lend each other pages, however fast they are."""
+    with mock.patch.object(_config.ranks, "DEVICE_LENDING", "always"):
+        model, optimizer = _wrap(run, options)
+    train(run, model, optimizer, 3)
+    assert strata.report(model).devices_lent_bytes > 0
     return hash_of(model)
 
 

@@ -54,6 +54,8 @@ PATIENCE_MAX_S = 86_400.0
 # At least, with a rank of another machine that says nothing: all others end within 10 s of its end.
 PATIENCE_S = 8.0
 RANK_GRADIENTS = ("mean", "sum")
+# Pages of other ranks come from their GPUs, where that is faster than from host memory.
+DEVICE_LENDING = "faster"
 LOST = re.compile(r"gloo|Connection (closed|reset)|Broken pipe")  # what torch says then
 AHEAD = ", before all ranks had come to train"
 ENDED_S = 1.0  # a connection is lost ahead of the process that had it
@@ -89,6 +91,7 @@ class Ranks:
             "sums": gradients == "sum",
             "coded_gathers": gathers == "int8",
             "machine_sums": sums == "machines",
+            "device_lending": DEVICE_LENDING,
         }
 
     @property

@@ -147,8 +147,8 @@ def _paragraphs(report: Report) -> Iterator[str]:
         moved = report.link_bytes.get(name)
         each = report.link_bytes_per_step.get(name, (moved or 0) / max(1, report.steps))
         links.append([name, format_size(moved) if moved is not None else "", format_size(each)])
-    below = [line for line in (wear_line(report), machines_line(report)) if line]
-    yield "\n".join([table(links), *below])
+    below = (wear_line(report), machines_line(report), devices_line(report))
+    yield "\n".join([table(links), *(line for line in below if line)])
     yield _waits(report)
     if report.lags:
         titles, *lags, total = lag_rows(report.lags)
@@ -212,6 +212,13 @@ def machines_line(report: Report) -> str:
         f"{line}, parameters as {report.rank_gathers} codes (rank_gathers): lossy, machines "
         "compute with values that differ by the rounding"
     )
+
+
+def devices_line(report: Report) -> str:
+    """What came from GPUs of other ranks; empty: nothing."""
+    if not report.devices_lent_bytes:
+        return ""
+    return f"parameters from GPUs of other ranks: {format_size(report.devices_lent_bytes)}"
 
 
 def _waits(report: Report) -> str:

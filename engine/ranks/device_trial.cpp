@@ -1,0 +1,79 @@
+#include "engine/ranks/device_trial.hpp"
+
+#include <algorithm>
+#include <cstring>
+
+#include "memory/check.hpp"
+#include "memory/clock.hpp"
+
+namespace strata {
+namespace {
+
+// Of host memory's time; less would not be worth the frames.
+constexpr double kWorthIt = 0.8;
+constexpr int kTries = 3;
+
+// No two words of a mark are the same, nor those of two ranks.
+std::uint64_t word_of_mark(std::uint32_t rank, std::size_t word) {
+  return (std::uint64_t{rank} << 40 | word) * 0x9e3779b97f4a7c15U;
+}
+
+CopyTicket copy_in(CopyEngine& copies, std::byte* to, std::span<const std::byte> from) {
+  return copies.copy(
+      {.to = to, .from = from.data(), .bytes = from.size(), .stream = CopyStream::pages_in});
+}
+
+bool is_marked(std::span<const std::byte> page, std::uint32_t rank) {
+  for (std::size_t at = 0; at < page.size(); at += sizeof(std::uint64_t)) {
+    const std::uint64_t expected = word_of_mark(rank, at);
+    if (std::memcmp(page.data() + at, &expected, sizeof expected) != 0) return false;
+  }
+  return true;
+}
+
+std::int64_t least_ns(CopyEngine& copies, std::byte* to, std::span<const std::byte> from) {
+  std::int64_t least = INT64_MAX;
+  for (int i = 0; i < kTries; ++i) {
+    const std::int64_t begin = now_ns();
+    copies.wait(copy_in(copies, to, from));
+    least = std::min(least, now_ns() - begin);
+  }
+  return least;
+}
+
+}  // namespace
+
+void leave_mark(CopyEngine& copies, const LentFrames& own, std::uint32_t rank,
+                std::span<std::byte> room) {
+  STRATA_ASSERT(room.size() == own.page_bytes());
+  for (std::size_t at = 0; at < room.size(); at += sizeof(std::uint64_t)) {
+    const std::uint64_t word = word_of_mark(rank, at);
+    std::memcpy(room.data() + at, &word, sizeof word);
+  }
+  copies.wait(copy_in(copies, own.last(), room));
+}
+
+// What is copied here lies in the first frames, ahead of this rank's own mark.
+std::string why_not_copied(CopyEngine& copies, const LentFrames& own, const LentByRank& theirs,
+                           std::span<std::byte> host, bool must_be_faster) {
+  const std::size_t page = own.page_bytes();
+  STRATA_ASSERT(host.size() >= page && theirs.frames.size() >= 2 * page);
+  // 1. Whether it is right.
+  const std::span<std::byte> room = host.first(page);
+  copy_in(copies, own.base(), theirs.frames.last(page));
+  const auto failed = copies.wait(copies.copy(
+      {.to = room.data(), .from = own.base(), .bytes = page, .stream = CopyStream::out}));
+  if (failed) return failed->what;
+  const std::string other = "the device of rank " + std::to_string(theirs.rank);
+  if (!is_marked(room, theirs.rank)) return "copies from " + other + " bring other bytes";
+  if (!must_be_faster) return "";
+  // 2. Whether it is faster.
+  const std::size_t bytes = std::min({host.size(), theirs.frames.size(), own.bytes()}) - page;
+  const std::size_t tried = std::max(bytes, page);
+  const auto from_host = static_cast<double>(least_ns(copies, own.base(), host.first(tried)));
+  const auto from_device =
+      static_cast<double>(least_ns(copies, own.base(), theirs.frames.first(tried)));
+  return from_device < kWorthIt * from_host ? "" : "host memory is as fast as " + other;
+}
+
+}  // namespace strata
