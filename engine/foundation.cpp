@@ -131,7 +131,7 @@ void Foundation::meet_others() {
 }
 
 SharedMemory Foundation::lend_frames() {
-  if (config.device_lending == DeviceLending::never) return {};
+  if (config.device_lending == DeviceLending::never || page_ranks.here.size() == 1) return {};
   const std::uint32_t count = lent_frames(layout.page_bytes);
   const SharedMemory shared = tiers.device().share(count * layout.page_bytes);
   if (shared.bytes.empty()) {

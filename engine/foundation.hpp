@@ -109,6 +109,10 @@ struct Foundation final {
   // Copies a page out of the device, and waits for it without giving up the lock: a throw would
   // leave the copy without its memory.
   void copy_out_now(std::byte* to, FrameId from, PageId page) STRATA_REQUIRES(core_lock);
+  // Waits for what is copied to frames that are lent: idle transfers do not count it.
+  void finish_lending() const {
+    if (lent) lent->finish(tiers.copies());
+  }
   // The session ends where a transfer has failed.
   void heed_failure() STRATA_REQUIRES(core_lock);
   // True when work that somebody waits for is over. Part of every turn.

@@ -177,6 +177,7 @@ void Rearranger::make_room(Lock& lock, const Change& change) {
   const std::uint32_t frames = base_.tiers.device_frames();
   const Slab& slab = base_.tiers.slab();
   const std::size_t claimed = slab.bytes().size();
+  base_.finish_lending();
   base_.tiers.grow(change.claims, std::max(frames, change.frames + change.claims.rest_frames));
   if (base_.peers && slab.bytes().size() != claimed) {
     base_.peers->send_near({.kind = PeerMessage::Kind::grown, .at = slab.bytes().size()});
@@ -231,6 +232,7 @@ void Rearranger::wait_until_moved(Lock& lock) {
 void Rearranger::release_frames() {
   const std::uint32_t before = base_.tiers.device_frames(), needed = frames_needed();
   STRATA_ASSERT(needed <= before);
+  base_.finish_lending();
   try {
     base_.tiers.resize_device(needed);
   } catch (const StrataError& error) {

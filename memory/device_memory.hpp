@@ -76,9 +76,9 @@ class DeviceMemory {
     return map_pages(view, {&page, 1});
   }
 
-  // Optional, once each. Memory beside the frames, of whole pages, for devices of other processes
-  // of this machine; and what one of these shares: the copy engine copies from there, like from
-  // host memory. Empty: it cannot be. REQUIRES: claimed.
+  // Optional. Memory beside the frames, of whole pages, for devices of other processes of this
+  // machine: once. And what one of these shares: the copy engine copies from there, like from host
+  // memory. Empty: it cannot be. REQUIRES: claimed.
   virtual SharedMemory share(std::size_t /*bytes*/) { return {}; }
   virtual std::span<const std::byte> see(int /*file*/, std::size_t /*bytes*/) { return {}; }
   // Why the last of these two calls gave nothing; empty: the device has no such thing.

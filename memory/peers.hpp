@@ -71,7 +71,7 @@ struct PeerMessage {
   std::uint32_t window = 0;
   std::uint32_t count = 0;
   std::uint32_t dtype = 0;  // of a piece: piece_dtype(); of a grant: coded_as(), or 0
-  std::uint64_t at = 0;     // in bytes, from the beginning of the sender's memory
+  std::uint64_t at = 0;     // in bytes, from the beginning of the sender's memory, or of its frames
   std::uint64_t bytes = 0;  // of what lies there, and goes along to another machine
   std::int64_t step = 0;
   // Filled in by Peers: counts what its sender says to the receiver; and a hash of all the rest.

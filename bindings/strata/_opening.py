@@ -133,7 +133,7 @@ def _log_choices(state: Wrapped) -> None:
     )
     log.info("%s %s", format_count(state.config["workers"], "worker"), stats["workers_where"])
     if why := stats.get("why_not_from_devices"):
-        log.info("parameters of other ranks come from host memory: %s", why)
+        log.info("parameters of some other ranks come from host memory: %s", why)
     for warning in stats.get("warnings", []):
         log.warning("%s", warning)
 

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <utility>
 
 #include "memory/check.hpp"
 #include "memory/clock.hpp"
@@ -18,9 +19,11 @@ std::uint64_t word_of_mark(std::uint32_t rank, std::size_t word) {
   return (std::uint64_t{rank} << 40 | word) * 0x9e3779b97f4a7c15U;
 }
 
-CopyTicket copy_in(CopyEngine& copies, std::byte* to, std::span<const std::byte> from) {
-  return copies.copy(
-      {.to = to, .from = from.data(), .bytes = from.size(), .stream = CopyStream::pages_in});
+// Throws StrataError where the device fails.
+void copy(CopyEngine& copies, std::byte* to, std::span<const std::byte> from, CopyStream stream) {
+  const CopyTicket ticket =
+      copies.copy({.to = to, .from = from.data(), .bytes = from.size(), .stream = stream});
+  if (auto error = copies.wait(ticket)) throw StrataError(std::move(*error));
 }
 
 bool is_marked(std::span<const std::byte> page, std::uint32_t rank) {
@@ -35,7 +38,7 @@ std::int64_t least_ns(CopyEngine& copies, std::byte* to, std::span<const std::by
   std::int64_t least = INT64_MAX;
   for (int i = 0; i < kTries; ++i) {
     const std::int64_t begin = now_ns();
-    copies.wait(copy_in(copies, to, from));
+    copy(copies, to, from, CopyStream::pages_in);
     least = std::min(least, now_ns() - begin);
   }
   return least;
@@ -50,7 +53,7 @@ void leave_mark(CopyEngine& copies, const LentFrames& own, std::uint32_t rank,
     const std::uint64_t word = word_of_mark(rank, at);
     std::memcpy(room.data() + at, &word, sizeof word);
   }
-  copies.wait(copy_in(copies, own.last(), room));
+  copy(copies, own.last(), room, CopyStream::pages_in);
 }
 
 // What is copied here lies in the first frames, ahead of this rank's own mark.
@@ -60,10 +63,8 @@ std::string why_not_copied(CopyEngine& copies, const LentFrames& own, const Lent
   STRATA_ASSERT(host.size() >= page && theirs.frames.size() >= 2 * page);
   // 1. Whether it is right.
   const std::span<std::byte> room = host.first(page);
-  copy_in(copies, own.base(), theirs.frames.last(page));
-  const auto failed = copies.wait(copies.copy(
-      {.to = room.data(), .from = own.base(), .bytes = page, .stream = CopyStream::out}));
-  if (failed) return failed->what;
+  copy(copies, own.base(), theirs.frames.last(page), CopyStream::pages_in);
+  copy(copies, room.data(), {own.base(), page}, CopyStream::out);
   const std::string other = "the device of rank " + std::to_string(theirs.rank);
   if (!is_marked(room, theirs.rank)) return "copies from " + other + " bring other bytes";
   if (!must_be_faster) return "";

@@ -4,7 +4,7 @@
 // Threads: one caller at a time, before the session trains.
 //
 //   leave_mark(copies, own, 2, room);              // ahead of the meeting
-//   std::string why = why_not_copied(copies, own, {.rank = 1, .frames = seen}, room);
+//   std::string why = why_not_copied(copies, own, {.rank = 1, .frames = seen}, room, true);
 //
 // Note [Why the bytes are looked at]
 // Where an IOMMU, or switches that send everything by way of the processor, stand between two
@@ -29,7 +29,8 @@ struct LentByRank {
   std::span<const std::byte> frames{};
 };
 
-// `room`: host memory of a page, of any contents, then and before.
+// Both throw StrataError where the device fails. `room`: host memory of a page, of any contents,
+// then and before.
 void leave_mark(CopyEngine& copies, const LentFrames& own, std::uint32_t rank,
                 std::span<std::byte> room);
 

@@ -15,8 +15,12 @@ bool Lender::asked(std::uint32_t rank, const PeerMessage& ask) {
                     .reader = ask.part,
                     .frame = ask.window,
                     .codes = ask.dtype != 0,
-                    .by_device = ask.at != 0 && base_.lent.has_value()});
+                    .by_device = ask.at != 0 && may_lend_by_device(rank, PageId{ask.what})});
   return true;
+}
+
+bool Lender::may_lend_by_device(std::uint32_t rank, PageId page) const {
+  return base_.lent && !base_.peers->is_far(rank) && base_.page_ranks.is_shown(page);
 }
 
 bool Lender::given_back(std::uint32_t rank, PageId page) {
@@ -106,8 +110,8 @@ bool Lender::hold_frame(Loan& loan) {
       base_.tiers.copies().copy({.to = loan.hold.bytes(),
                                  .from = base_.tiers.device().address(prefetcher_.frame_of(page)),
                                  .bytes = bytes,
-                                 .stream = CopyStream::pages_in}));
-  loads_.note_copy(unit, loan.hold.copy());
+                                 .stream = CopyStream::inside}));
+  loads_.note_read(unit, loan.hold.copy());
   return true;
 }
 
@@ -140,16 +144,15 @@ void Lender::lend_by_host(const Loan& loan) {
                                 .step = version_of(loan.page)});
 }
 
-// True: it is granted.
+// True: it is granted. What a load of this rank has in host memory stays there meanwhile.
 bool Lender::lend(Loan& loan) {
   if (loan.hold) return lend_by_device(loan);
-  if (loan.by_device && !loan.coming) {
-    if (loads_.loading(loan.page)) return false;
-    if (hold_frame(loan)) return lend_by_device(loan);
-  }
-  loan.pin = base_.cache.open(loan.page, Intent::read);
+  const bool loading = loan.by_device && loads_.loading(loan.page);
+  const bool free = !loading && !loan.coming && !loan.pin;
+  if (loan.by_device && free && hold_frame(loan)) return lend_by_device(loan);
+  if (!loan.pin) loan.pin = base_.cache.open(loan.page, Intent::read);
   loan.coming = !loan.pin;
-  if (!loan.pin || loan.dead) return false;
+  if (!loan.pin || loan.dead || loading) return false;
   if (loan.by_device && hold_frame(loan)) return lend_by_device(loan);
   lend_by_host(loan);
   return true;

@@ -12,14 +12,15 @@
 // A page that is lent holds a frame of the staging area, like any page that is on its way to the
 // device (page_cache.hpp, Note [Staging cannot deadlock]): who borrows it has its frame of the
 // device already, copies it, and gives it back without needing anything else. Who relays it has a
-// frame for it, and gives it back as soon as it has come.
+// frame for it, and gives it back as soon as it has come. Where the device lends it, the frame of
+// the staging area is free again as soon as this rank has copied it there.
 //
 // Note [Lending by the device]
-// Who can copy from this rank's device gets a page from there (lent_frames.hpp). It comes to the
-// lent frame from where the device has it; while a load of this rank brings it there, behind that,
-// which ends without anything of who asks; else from host memory, and so it does while computation
-// of this rank uses the unit, and may write to it. Where all frames are held, who asks reads host
-// memory itself.
+// Who can copy from this rank's device gets a page from there (lent_frames.hpp). A page that the
+// device has is copied within it. So is one that a load of this rank brings there right now: the
+// loan waits for the end of that load, which needs nothing of who asks. Any other page is copied
+// from host memory; also one of a unit that this rank computes with, which may write to it. Where
+// all lent frames are held, who asks reads host memory itself.
 #pragma once
 
 #include <cstdint>
@@ -70,6 +71,7 @@ class Lender final {
 
   std::int64_t version_of(PageId page) const;
   bool may_lend(const Loan& loan) const;
+  bool may_lend_by_device(std::uint32_t rank, PageId page) const;
   std::uint32_t form_of(const Loan& loan) const;
   void send_scales(const Loan& loan);
   bool lend(Loan& loan) STRATA_REQUIRES(core_lock);

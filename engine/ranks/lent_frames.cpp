@@ -11,6 +11,14 @@ LentFrames::Hold LentFrames::find(PageId page, std::uint64_t version) {
   return {*this, static_cast<std::uint32_t>(found - frames_.begin())};
 }
 
+void LentFrames::forget() {
+  for (Frame& frame : frames_) frame.page = kNoPage;
+}
+
+void LentFrames::finish(CopyEngine& copies) const {
+  for (const Frame& frame : frames_) copies.wait(frame.copy);
+}
+
 LentFrames::Hold LentFrames::take(PageId page, std::uint64_t version) {
   Frame* oldest = nullptr;
   for (Frame& frame : frames_) {

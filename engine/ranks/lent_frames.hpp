@@ -6,8 +6,8 @@
 //
 //   LentFrames lent(base, 16, page_bytes);
 //   LentFrames::Hold hold = lent.find(page, version);    // empty: it is in none
-//   if (!hold) hold = lent.take(page, version);          // empty: somebody holds each of them
-//   hold.begin(copies.copy({.to = hold.bytes(), ...}));  // once, by who has taken it
+//   if (!hold && (hold = lent.take(page, version)))      // empty: somebody holds each of them
+//     hold.begin(copies.copy({.to = hold.bytes(), ...}));
 //   if (copies.done(hold.copy())) ...another device may copy from hold.at()...
 //
 // Note [Pages from device to device]
@@ -90,6 +90,10 @@ class LentFrames final {
   Hold find(PageId page, std::uint64_t version);
   // Of those that nobody holds, the one that was used least recently. REQUIRES: it is not here.
   Hold take(PageId page, std::uint64_t version);
+  // No page is found any more: versions begin anew.
+  void forget();
+  // Waits for all that is copied here.
+  void finish(CopyEngine& copies) const;
 
  private:
   struct Frame {

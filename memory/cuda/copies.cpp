@@ -31,14 +31,20 @@ CudaCopies::CudaCopies(const CudaDriver& driver, int ordinal, Doorbell* bell,
     : device_(driver, ordinal), bell_(bell), pinned_piece_bytes_(pinned_piece_bytes) {
   STRATA_ASSERT(pinned_piece_bytes > 0);
   const CudaDevice::Current current(device_);
-  for (Queue& queue : queues_) {
-    if (const int failed = device_.call(&CudaDriver::stream_create, &queue.stream)) {
-      queue.stream = nullptr;
+  for (const CopyStream stream : {CopyStream::pages_in, CopyStream::bytes_in, CopyStream::out}) {
+    if (const int failed = make_stream(stream)) {
       Error error = device_.refused("make a stream", failed, 0);
       destroy_streams();
       throw StrataError(std::move(error));
     }
   }
+}
+
+int CudaCopies::make_stream(CopyStream which) {
+  CudaStream made = nullptr;
+  const int failed = device_.call(&CudaDriver::stream_create, &made);
+  if (failed == kCudaSuccess) queues_[static_cast<std::size_t>(which)].stream = made;
+  return failed;
 }
 
 CudaCopies::~CudaCopies() {
@@ -350,6 +356,7 @@ void CudaCopies::end_if_lost() {
 // Waits, in the driver, until nothing runs, whatever it says of that; then nothing is in flight.
 void CudaCopies::end_all() {
   for (Queue& queue : queues_) {
+    if (queue.stream == nullptr) continue;
     device_.call_anyway(&CudaDriver::stream_synchronize, queue.stream);
     for (const Copy& copy : queue.copies) retire(copy.event);
     queue.copies.clear();

@@ -28,12 +28,13 @@ namespace strata {
 inline constexpr std::size_t kPinnedPieceBytes = 256 * kMiB;
 static_assert(kPinnedPieceBytes % kPageBytesMax == 0);
 
-// Note [Three copy streams]
+// Note [Copy streams]
 // A bus carries bytes both ways at once, so there is a stream for each direction. Upwards there are
-// two: what waits for memory of the caller, and pages of parameters, which would wait with it. The
-// port promises an order between them all the same: a copy waits for those of other streams that
-// touch the same bytes, which an event does on the device.
-// There are no more streams than these three, because the hardware has few queues (8 unless
+// two: what waits for memory of the caller, and pages of parameters, which would wait with it. What
+// is copied within the device uses no bus, and would wait for what does: where the device lends
+// pages there is a fourth one. The port promises an order between them all the same: a copy waits
+// for those of other streams that touch the same bytes, which an event does on the device. There
+// are no more streams than these, because the hardware has few queues (8 unless
 // CUDA_DEVICE_MAX_CONNECTIONS says otherwise) and streams that share one wait for each other.
 
 // Note [Marks of a stream]
@@ -62,6 +63,9 @@ class CudaCopies final : public CopyEngine {
   CudaCopies& operator=(const CudaCopies&) = delete;
 
   CudaDevice& device() { return device_; }
+  // That of what is copied within the device: 0, or why there is none. Once, before the first such
+  // copy. REQUIRES: a Current of the device.
+  int make_inside_stream() { return make_stream(CopyStream::inside); }
   // These addresses are memory of a device, of this one or another: what is copied from there
   // crosses no host memory.
   void add_device_memory(std::span<const std::byte> addresses) { on_devices_.push_back(addresses); }
@@ -109,6 +113,7 @@ class CudaCopies final : public CopyEngine {
     std::deque<Mark> marks;
   };
 
+  int make_stream(CopyStream which);
   std::size_t register_rest(Registered& pieces, std::span<std::byte> memory, bool read_only);
   int enqueue(Queue& queue, const CopyRequest& request,
               std::array<CudaEvent, kCopyStreamCount> after);

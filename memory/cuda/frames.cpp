@@ -228,6 +228,10 @@ std::optional<Error> CudaFrames::open(std::byte* view, std::span<const ViewPage>
 SharedMemory CudaFrames::share(std::size_t bytes) {
   STRATA_ASSERT(base_ != nullptr && bytes % page_bytes_ == 0 && !shared_file_.open());
   const CudaDevice::Current current(device_);
+  if (const int failed = copies_.make_inside_stream()) {
+    gave_nothing("make a stream", failed);
+    return {};
+  }
   CudaMemory memory{};
   int file = -1;
   if (const int failed =
@@ -236,8 +240,10 @@ SharedMemory CudaFrames::share(std::size_t bytes) {
     return {};
   }
   shared_file_ = Descriptor(file);
+  ::fcntl(file, F_SETFD, FD_CLOEXEC);
   const std::span<std::byte> shared = place({.memory = memory, .bytes = bytes});
-  return {.bytes = shared, .file = shared.empty() ? -1 : file};
+  if (shared.empty()) shared_file_ = Descriptor();  // it would keep the memory
+  return {.bytes = shared, .file = shared_file_.get()};
 }
 
 std::span<const std::byte> CudaFrames::see(int file, std::size_t bytes) {

@@ -56,8 +56,9 @@ class Loads final {
   Cause missing(PageId page) const;
   // The last copy of a page of the unit: who computes with its pages waits for it.
   CopyTicket last_copy(UnitId unit) const { return last_copy_[index(unit)]; }
-  // So does who computes with them for this one, of CopyStream::pages_in, which reads one.
-  void note_copy(UnitId unit, CopyTicket copy) { last_copy_[index(unit)] = copy; }
+  // The last one that reads a page of it, within the device: who computes may write to the page.
+  CopyTicket last_read(UnitId unit) const { return last_read_[index(unit)]; }
+  void note_read(UnitId unit, CopyTicket copy) { last_read_[index(unit)] = copy; }
 
   // Takes what has arrived, then starts what can be. True when anything moved.
   bool turn();
@@ -87,8 +88,8 @@ class Loads final {
   DeviceFrames& frames_;
   const ComputedPages& computed_;
   std::uint32_t loads_max_;
-  std::vector<Load> loads_;            // in the order in which they began
-  std::vector<CopyTicket> last_copy_;  // by unit
+  std::vector<Load> loads_;                        // in the order in which they began
+  std::vector<CopyTicket> last_copy_, last_read_;  // by unit
 };
 
 }  // namespace strata

@@ -68,7 +68,7 @@ class Prefetcher final {
   bool in_use(UnitId unit) const { return state_[index(unit)].users != 0; }
   // Computation that used the unit before its last end_use() is over.
   bool passed(UnitId unit) const { return copies_.done(state_[index(unit)].released); }
-  // The frame that holds the page. REQUIRES: its unit is in use.
+  // The frame that holds the page. REQUIRES: the device has it.
   FrameId frame_of(PageId page) const { return table_.at(page, Tier::device).device_frame(); }
 
   // What the step used so far was given up: its trace begins anew.

@@ -79,7 +79,7 @@ std::byte* RemotePages::open(PageId page) {
     lease = find(page);  // this rank may have relayed it to itself
   }
   if (lease->bytes == nullptr) return nullptr;
-  ++lease->users;
+  if (lease->users++ == 0 && lease->by_device) ++from_devices_;
   return lease->bytes;
 }
 
@@ -185,7 +185,6 @@ bool RemotePages::answered(std::uint32_t from, const PeerMessage& grant, std::si
   const bool by_device = grant.count != 0;
   if (by_device && !lease->by_device) return false;
   lease->by_device = by_device;
-  if (by_device) ++from_devices_;
   lags_[index(page)] = std::max<std::int64_t>(0, step_ - grant.step);
   const std::byte* const bytes = by_device ? peers_.device_bytes(from, grant.at, page_bytes)
                                            : peers_.bytes(from, grant.at, page_bytes);

@@ -128,7 +128,7 @@ class RemotePages final {
 
   // Returns pages that were granted and never opened. True: nothing is open or asked for.
   bool settle();
-  // Pages that came in memory of their holders' devices, since the start.
+  // Pages that were opened in memory of their holders' devices, since the start.
   std::uint64_t from_devices() const { return from_devices_; }
   // Something is asked for; that rank holds it, or relays it.
   bool waits() const;

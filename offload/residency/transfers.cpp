@@ -1,6 +1,7 @@
 #include "offload/residency/transfers.hpp"
 
 #include <algorithm>
+#include <numeric>
 #include <utility>
 
 #include "memory/check.hpp"
@@ -34,7 +35,7 @@ void Transfers::set_store(Tier tier, Store& store) {
 }
 
 bool Transfers::idle() const {
-  return std::all_of(in_flight_.begin(), in_flight_.end(), [](std::uint32_t n) { return n == 0; });
+  return std::accumulate(in_flight_.begin(), in_flight_.end(), 0U) == for_others_;
 }
 
 std::byte* Transfers::host_bytes(PageId page) const {
@@ -54,6 +55,7 @@ Store& Transfers::store_of(const LinkRow& row) const {
 
 Transfers::Transfer Transfers::begin(Link link, Requester requester, std::uint64_t bytes) {
   ++in_flight_[static_cast<std::size_t>(link)];
+  if (requester == Requester::lender) ++for_others_;
   return {.link = link,
           .requester = requester,
           .bytes = bytes,
@@ -243,6 +245,7 @@ void Transfers::end(const Transfer& transfer, std::optional<Error> error) {
   const LinkRow& row = row_of(transfer.link);
   STRATA_ASSERT(in_flight(transfer.link) > 0);
   --in_flight_[static_cast<std::size_t>(transfer.link)];
+  if (transfer.requester == Requester::lender) --for_others_;
   if (transfer.page != kNoPage || transfer.saved_to != kNoSlot) {
     STRATA_ASSERT(pages_in_flight_ > 0);
     --pages_in_flight_;

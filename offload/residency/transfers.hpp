@@ -94,6 +94,7 @@ class Transfers final {
 
   // Too many pages are on their way: try again after a turn.
   bool full() const { return pages_in_flight_ == in_flight_max_; }
+  // Nothing is on its way, but for what other ranks have asked for.
   bool idle() const;
 
   // Copies the newest contents of a page. A stale copy at the other end goes first, with its place,
@@ -199,6 +200,7 @@ class Transfers final {
   std::array<std::vector<Completion>, kRequesterCount> completions_;
   std::array<std::array<std::uint64_t, kRequesterCount>, kLinkCount> bytes_{};
   std::array<std::uint32_t, kLinkCount> in_flight_{};
+  std::uint32_t for_others_ = 0;  // of these: by Requester::lender
   std::optional<TransferFailure> failure_;
 };
 

@@ -66,6 +66,18 @@ TEST_F(LentFramesTest, WhatWasUsedLastStaysLongest) {
   EXPECT_TRUE(frames_.find(PageId{1}, 1));
 }
 
+// Versions begin anew where a session goes on from a snapshot.
+TEST_F(LentFramesTest, WhatIsForgottenIsNotFound) {
+  LentFrames::Hold held = frames_.take(PageId{1}, 1);
+  frames_.take(PageId{2}, 1);
+  frames_.forget();
+  EXPECT_FALSE(frames_.find(PageId{1}, 1));
+  EXPECT_FALSE(frames_.find(PageId{2}, 1));
+  LentFrames::Hold other = frames_.take(PageId{1}, 1);
+  ASSERT_TRUE(other);
+  EXPECT_NE(other.at(), held.at());
+}
+
 TEST(LentFrameCount, IsSmallHoweverLargePagesAre) {
   EXPECT_EQ(lent_frames(64 * kKiB), 16U);
   EXPECT_EQ(lent_frames(4 * kMiB), 16U);

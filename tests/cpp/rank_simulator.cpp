@@ -86,7 +86,7 @@ class SimulatedRank final {
 
   void open() {
     SessionParts parts;
-    parts.device = lending_host();
+    parts.device = lending_host(nullptr, CopyMode::polled);
     faulty_ = disk_.get();
     parts.io_engine = std::move(disk_);
     parts.threads = false;

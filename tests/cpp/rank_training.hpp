@@ -104,8 +104,8 @@ inline void train_rank(Session& session, int steps, const StepOptions& options,
   }
 }
 
-inline void fill_all(Session& session) {
-  std::mt19937 random(1);
+inline void fill_all(Session& session, std::uint32_t seed = 1) {
+  std::mt19937 random(seed);
   std::normal_distribution<float> normal;
   for (std::uint32_t p = 0; p < session.config().params.size(); ++p) {
     std::vector<float> values(session.config().params[p].numel);

@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <atomic>
 #include <memory>
 #include <vector>
 
@@ -112,7 +113,7 @@ TEST(RanksOnGpus, ASecondGradientOfABackwardWaitsOutside) {
 }
 
 // Under any order of a device's work; with more pages than it lends at a time, and updates that
-// begin in the backward, or lag.
+// begin in the backward, or run beside it.
 TEST(RanksOnGpus, PagesOfOtherDevicesAreWhatTheirOwnersHave) {
   for_seeds(24, [](std::uint64_t seed) {
     const auto ranks = static_cast<std::uint32_t>(2 + seed % 3);
@@ -122,9 +123,15 @@ TEST(RanksOnGpus, PagesOfOtherDevicesAreWhatTheirOwnersHave) {
     config.device_bytes = 64 * kPage, config.host_bytes *= 4;
     const std::vector<float> expected = trained(1, 3, config, {}, {}, ranks)[0];
     if (seed % 3 == 1) config.update = UpdateMode::in_backward;
+    if (seed % 3 == 2) config.update = UpdateMode::lock_free;
     config.device_lending = DeviceLending::always;
+    std::atomic<std::uint64_t> came = 0;
+    const auto count = [&came](Session& session, int step) {
+      if (step == 2) came += session.stats().from_devices_bytes;
+    };
     TestDevice gpu(TestedOn::gpu_double, {.late = true, .seed = seed});
-    expect_bits(expected, trained(ranks, 3, config, {}, {}, ranks, Hosts::one, ranks_on(gpu)));
+    expect_bits(expected, trained(ranks, 3, config, {}, count, ranks, Hosts::one, ranks_on(gpu)));
+    EXPECT_GT(came, 0U);
     EXPECT_EQ(gpu.close(), "");
   });
 }

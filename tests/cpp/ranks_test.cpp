@@ -3,6 +3,8 @@
 #include <gtest/gtest.h>
 
 #include "doubles/held_engine.hpp"
+#include "doubles/lending_memory.hpp"
+#include "left_snapshots.hpp"
 #include "rank_training.hpp"
 
 namespace strata::ranks_test {
@@ -83,6 +85,53 @@ TEST(Ranks, GoBackToWhatEachOfThemHolds) {
     EXPECT_EQ(first[rank], again[rank]) << rank;
     EXPECT_EQ(first[rank], first[0]) << rank;
   }
+}
+
+std::vector<Bfloat16s> all_shown(Session& session) {
+  std::vector<Bfloat16s> shown;
+  for (std::uint32_t p = 0; p < session.config().params.size(); ++p) {
+    const UnitId unit = session.config().params[p].unit;
+    session.enter(unit, false);
+    shown.push_back(RanksDevice{}.shown(session, p));
+    session.leave(unit);
+  }
+  return shown;
+}
+
+// What is frozen has the versions in it that pages of other values had, which devices have lent.
+TEST(Ranks, ShowWhatAnotherRunHasLeftThem) {
+  std::array<TempFolder, 2> folders;
+  std::array<Linked, 2> left;
+  std::array<std::vector<Bfloat16s>, 2> expected, own, found;
+  for (const bool next : {false, true}) {
+    Loopback machine(2);
+    std::barrier all(2);
+    on_ranks(2, [&](std::uint32_t rank) {
+      Config config = tight(folders[rank]);
+      config.device_lending = DeviceLending::always;
+      config.params[1].trainable = false;
+      SessionParts parts;
+      parts.open_device = [](Doorbell* bell) -> OpenedDevice {
+        return {nullptr, lending_host(bell, CopyMode::threaded), nullptr};
+      };
+      const auto opened = open_rank(machine, rank, config, 2, std::move(parts));
+      fill_all(*opened, next ? 2 : 1);
+      all.arrive_and_wait();
+      train_rank(*opened, 1, {}, {});
+      (next ? own : expected)[rank] = all_shown(*opened);
+      EXPECT_GT(opened->stats().from_devices_bytes, 0U);
+      all.arrive_and_wait();  // others may still read from this one
+      if (!next) left[rank] = take(*opened, "first");
+      if (next) resume(*opened, {left[rank]});
+      all.arrive_and_wait();
+      if (!next) return;
+      opened->renew_others();
+      found[rank] = all_shown(*opened);
+      all.arrive_and_wait();
+    });
+  }
+  EXPECT_NE(own, expected);
+  EXPECT_EQ(found, expected);
 }
 
 // Whoever refuses first ends, and the other still says what was wrong.

@@ -11,7 +11,6 @@ from unittest import mock
 import strata
 import torch
 from rank_loops import Rank, hash_of, make_model, options_of, train, wrap
-from strata import _config
 from torch import nn
 
 MEMORY = {"device": "128MiB", "host": "1GiB"}
@@ -31,10 +30,10 @@ def bits(run: Rank, steps: int = 3, path: str = "", saves: str = "", **options: 
 
 def bits_of_lenders(run: Rank, **options: Any) -> str:
     """The same, where GPUs lend each other pages, however fast they are."""
-    with mock.patch.object(_config.ranks, "DEVICE_LENDING", "always"):
+    with mock.patch.dict(os.environ, STRATA_GPU_LENDING="always"):
         model, optimizer = _wrap(run, options)
     train(run, model, optimizer, 3)
-    assert strata.report(model).devices_lent_bytes > 0
+    assert strata.report(model).from_gpus_bytes > 0
     return hash_of(model)
 
 

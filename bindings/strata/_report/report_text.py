@@ -147,7 +147,7 @@ def _paragraphs(report: Report) -> Iterator[str]:
         moved = report.link_bytes.get(name)
         each = report.link_bytes_per_step.get(name, (moved or 0) / max(1, report.steps))
         links.append([name, format_size(moved) if moved is not None else "", format_size(each)])
-    below = (wear_line(report), machines_line(report), devices_line(report))
+    below = (wear_line(report), machines_line(report), gpus_line(report))
     yield "\n".join([table(links), *(line for line in below if line)])
     yield _waits(report)
     if report.lags:
@@ -214,11 +214,11 @@ def machines_line(report: Report) -> str:
     )
 
 
-def devices_line(report: Report) -> str:
+def gpus_line(report: Report) -> str:
     """What came from GPUs of other ranks; empty: nothing."""
-    if not report.devices_lent_bytes:
+    if not report.from_gpus_bytes:
         return ""
-    return f"parameters from GPUs of other ranks: {format_size(report.devices_lent_bytes)}"
+    return f"parameters from GPUs of other ranks: {format_size(report.from_gpus_bytes)}"
 
 
 def _waits(report: Report) -> str:

@@ -4,7 +4,7 @@
 //
 // Threads: as DeviceMemory says.
 //
-//   parts.device = lending_host();
+//   parts.device = lending_host(nullptr, CopyMode::polled);
 #pragma once
 
 #include <memory>
@@ -49,9 +49,8 @@ class LendingMemory final : public DeviceMemory {
   std::unique_ptr<DeviceMemory> inner_;  // last: what it has in flight ends first
 };
 
-// A host whose copies run when they are asked for.
-inline Device lending_host() {
-  Device device = host_device(nullptr, CopyMode::polled);
+inline Device lending_host(Doorbell* bell, CopyMode mode) {
+  Device device = host_device(bell, mode);
   return {std::move(device.copies), std::make_unique<LendingMemory>(std::move(device.memory))};
 }
 
