@@ -57,7 +57,7 @@ void expect_shared(Two& two) {
   EXPECT_FALSE(copies.wait(copies.copy({.to = shared.bytes.data(),
                                         .from = two[0].memory->address(FrameId{0}),
                                         .bytes = kPage,
-                                        .stream = CopyStream::pages_in})));
+                                        .stream = CopyStream::inside})));
   EXPECT_FALSE(copies.wait(
       copy_to(copies, shared.bytes.data() + kPage, second.data(), kPage, CopyTicket{0})));
   EXPECT_EQ(copied(two[1], seen.subspan(kPage)), second);
