@@ -85,32 +85,66 @@ void call(py::handle callable, const UpdateSpan& slice) {
   });
 }
 
+py::list places_of(const auto& pieces) {
+  py::list places;
+  for (const auto& piece : pieces) {
+    places.append(py::make_tuple(address(piece.data()), piece.size()));
+  }
+  return places;
+}
+
+double seconds_of(std::chrono::milliseconds patience) {
+  return static_cast<double>(patience.count()) * 1e-3;
+}
+
+class ForeignArrival final : public Wire::Arrival {
+ public:
+  // REQUIRES: the GIL.
+  explicit ForeignArrival(py::object object) : object_(std::move(object)) {}
+  ~ForeignArrival() override {
+    try {
+      if (object_) call_python([this] { drop(); });
+    } catch (const std::exception&) {
+      object_.release();  // the interpreter ends, and frees nothing any more
+    }
+  }
+  ForeignArrival(const ForeignArrival&) = delete;
+  ForeignArrival& operator=(const ForeignArrival&) = delete;
+
+  void wait(std::chrono::milliseconds patience) override {
+    call_python([&] {
+      object_.attr("wait")(seconds_of(patience));
+      drop();
+    });
+  }
+
+ private:
+  void drop() {
+    object_.attr("drop")();
+    object_ = py::object();
+  }
+
+  py::object object_;  // empty: all has come
+};
+
 class ForeignWire final : public Wire {
  public:
   explicit ForeignWire(py::handle object) : object_(object) {}
 
   void send(std::uint32_t to, std::span<const std::span<const std::byte>> pieces,
             std::chrono::milliseconds patience) override {
-    call("send", to, pieces, patience);
+    call_python([&] { object_.attr("send")(to, places_of(pieces), seconds_of(patience)); });
   }
-  void receive(std::uint32_t from, std::span<const std::span<std::byte>> pieces,
-               std::chrono::milliseconds patience) override {
-    call("receive", from, pieces, patience);
+  std::unique_ptr<Arrival> expect(std::uint32_t from,
+                                  std::span<const std::span<std::byte>> pieces) override {
+    std::unique_ptr<Arrival> arrival;
+    call_python([&] {
+      arrival = std::make_unique<ForeignArrival>(object_.attr("expect")(from, places_of(pieces)));
+    });
+    return arrival;
   }
 
  private:
-  template <class Pieces>
-  void call(const char* verb, std::uint32_t rank, const Pieces& pieces,
-            std::chrono::milliseconds patience) const {
-    call_python([&] {
-      py::list places;
-      for (const auto& piece : pieces) {
-        places.append(py::make_tuple(address(piece.data()), piece.size()));
-      }
-      object_.attr(verb)(rank, places, static_cast<double>(patience.count()) * 1e-3);
-    });
-  }
-
   py::handle object_;
 };
 

@@ -1,7 +1,7 @@
 // Python that the core's own threads call. In the place of an update rule, a callable: what a
 // session calls for groups of rule "foreign". In the place of a wire to other machines, an object
-// with the methods send() and receive(). Arguments are those that bindings/strata/_core.pyi names
-// at Session.
+// with the methods send() and expect(). Arguments are those that bindings/strata/_core.pyi names at
+// Session.
 //
 // Threads: called by workers and couriers; takes the GIL for the call. Whoever closes the session
 // must have released it, or waits for a thread that waits for the GIL.

@@ -74,9 +74,16 @@ class Config(TypedDict):
     # By module: its name, and the units that are entered while it runs. None: one at a time.
     together: NotRequired[list[tuple[str, list[int]]]]
 
+class Arrival(Protocol):
+    """wait() returns when all of it is there, and raises as send() does. Behind drop() nothing is
+    written to its places any more."""
+
+    def wait(self, patience: float) -> None: ...
+    def drop(self) -> None: ...
+
 class Wire(Protocol):
-    """Each place is an address and a size. Both raise where the other rank is gone, or says nothing
-    for so many seconds."""
+    """Each place is an address and a size. send() raises where the other rank is gone, or takes
+    nothing for so many seconds. expect() returns at once."""
 
     def send(self, to: int, places: list[tuple[int, int]], patience: float) -> None: ...
-    def receive(self, source: int, places: list[tuple[int, int]], patience: float) -> None: ...
+    def expect(self, source: int, places: list[tuple[int, int]]) -> Arrival: ...

@@ -173,7 +173,7 @@ std::span<std::byte> Courier::room_for(const PeerMessage& message) {
 bool Courier::receive_frame(std::uint64_t number) {
   Head head;
   const std::array<std::span<std::byte>, 1> first = {std::as_writable_bytes(std::span(&head, 1))};
-  wire_.receive(other_, first, times_.patience);
+  wire_.expect(other_, first)->wait(times_.patience);
   if (head.number != number || head.count > kMessagesMax || head.ends > 1) {
     throw std::runtime_error("what it sent is damaged");
   }
@@ -196,7 +196,7 @@ bool Courier::receive_frame(std::uint64_t number) {
     }
     rooms.push_back(room);
   }
-  if (!rooms.empty()) wire_.receive(other_, rooms, times_.patience);
+  if (!rooms.empty()) wire_.expect(other_, rooms)->wait(times_.patience);
   for (const Coded& page : coded_pages) {
     decode_values(kernels_, page.codes, page.dtype, page.values);
   }

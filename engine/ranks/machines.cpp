@@ -49,7 +49,7 @@ std::vector<Hello> Machines::greet(const Hello& mine) {
     const std::array<std::span<std::byte>, 1> room = {
         std::as_writable_bytes(std::span(&heard[i], 1))};
     try {
-      wire_->receive(far_[i], room, patience);
+      wire_->expect(far_[i], room)->wait(patience);
     } catch (const std::runtime_error& error) {
       throw StrataError({.what = "rank " + std::to_string(far_[i]) + " on " +
                                  config_.machine(far_[i]) + " did not meet rank " +

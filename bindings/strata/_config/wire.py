@@ -18,8 +18,12 @@ network does.
 
 Note [Trailers]. Where a connection breaks, Gloo wakes whoever waits for a message of which nothing
 has come, and forgets whoever waits for the rest of one: that receive would end by its patience. So
-a byte follows each piece, and is waited for first: where it has come, the piece has, and where the
-connection breaks within the piece nothing of it has.
+a byte follows each piece, and is waited for in its place: where it has come, the piece has, and
+where the connection breaks within the piece nothing of it has.
+
+Note [Expecting]. Gloo sends nothing that the other end has not asked for. So what is expected is
+asked for at once, and waited for later. Who drops a call of Gloo's waits until nobody writes to its
+memory; what comes for it later is not read.
 """
 
 from __future__ import annotations
@@ -75,19 +79,40 @@ class Wire:
                 (_view(*place), _trailer()) for place in places
             ]  # they stay until all are out
             works = [group.send([tensor], 1, 0) for piece in pieces for tensor in piece]
-            for work in works:
-                work.wait(timedelta(seconds=patience))
+            for trailer in works[1::2]:  # behind its piece
+                trailer.wait(timedelta(seconds=patience))
         self.sent[to] = self.sent.get(to, 0) + sum(size for _, size in places)
 
-    def receive(self, source: int, places: Places, patience: float) -> None:
-        """Returns when all bytes are there. Raises ConnectionError likewise."""
+    def expect(self, source: int, places: Places) -> Arrival:
+        """Returns at once. See Note [Expecting]."""
+        return Arrival(self._here[source], places)
+
+
+class Arrival:
+    """Threads: one at a time."""
+
+    def __init__(self, group: Any, places: Places) -> None:
+        self._pieces = [(_view(*place), _trailer()) for place in places]
+        self._works: list[Any] = []  # of each piece, and of its trailer
+        self._broken: RuntimeError | None = None  # the group was: told behind what came before
+        try:
+            for piece in self._pieces:
+                self._works += [group.recv([tensor], 0, 0) for tensor in piece]
+        except RuntimeError as error:
+            self._broken = error
+
+    def wait(self, patience: float) -> None:
+        """Returns when all bytes are there. Raises ConnectionError where the other rank is gone, or
+        says nothing for so many seconds."""
         with _plain_errors():
-            group = self._here[source]
-            pieces = [(_view(*place), _trailer()) for place in places]
-            works = [[group.recv([tensor], 0, 0) for tensor in piece] for piece in pieces]
-            for piece, trailer in works:
+            if self._broken is not None:
+                raise self._broken
+            for trailer in self._works[1::2]:
                 trailer.wait(timedelta(seconds=patience))
-                piece.wait(timedelta(seconds=patience))
+
+    def drop(self) -> None:
+        """From here on nothing is written there."""
+        self._works.clear()
 
 
 def _trailer() -> torch.Tensor:

@@ -1,6 +1,6 @@
 // WireLoopback: ways between ranks of one process, each on its own threads. It exists for bugs that
 // sockets hide: a way that breaks at any operation, bytes that come late, a head that changed on
-// its way, a rank that is silent.
+// its way, a rank that is silent, one that expects nothing until it needs it.
 //
 // Threads: those of the ranks. It outlives the wires.
 //
@@ -74,15 +74,54 @@ class WireLoopback final {
     return pieces_[{from, to}][bytes];
   }
 
+  // A piece that was waited for: its bytes, and those that were expected behind it at that moment.
+  struct Await {
+    std::size_t bytes, behind;
+  };
+  std::vector<Await> awaits(std::uint32_t from, std::uint32_t to) {
+    const std::lock_guard lock(mutex_);
+    return ways_[{from, to}].awaits;
+  }
+
  private:
   struct Piece {
     std::vector<std::byte> bytes;
     Clock::time_point comes;
   };
+  // For a piece that is expected.
+  struct Room {
+    std::span<std::byte> bytes;
+    std::size_t end = 0;  // bytes of the way up to here
+    bool filled = false, odd = false;
+  };
   struct Way {
-    std::deque<Piece> pieces;
+    std::deque<Piece> pieces;  // that were sent, and
+    std::deque<Room*> rooms;   // those that are expected, each in its order
+    std::size_t expected = 0;  // bytes, of all that were
+    std::vector<Await> awaits;
     Clock::time_point free{};  // for the next piece
     bool broken = false;
+  };
+
+  class OneArrival final : public Wire::Arrival {
+   public:
+    OneArrival(WireLoopback& all, std::uint32_t from, std::uint32_t to,
+               std::span<const std::span<std::byte>> pieces)
+        : all_(all), from_(from), to_(to) {
+      for (const auto& piece : pieces) rooms_.push_back({.bytes = piece});
+      all_.expect(from_, to_, rooms_);
+    }
+    ~OneArrival() override { all_.forget(from_, to_, rooms_); }
+    OneArrival(const OneArrival&) = delete;
+    OneArrival& operator=(const OneArrival&) = delete;
+    void wait(std::chrono::milliseconds patience) override {
+      for (Room& room : rooms_) all_.await(from_, to_, room, patience);
+    }
+
+   private:
+    WireLoopback& all_;
+    const std::uint32_t from_, to_;
+    std::deque<Room> rooms_;
   };
 
   class OneRank final : public Wire {
@@ -93,9 +132,9 @@ class WireLoopback final {
               std::chrono::milliseconds patience) override {
       for (const auto& piece : pieces) all_.send(rank_, to, piece, patience);
     }
-    void receive(std::uint32_t from, std::span<const std::span<std::byte>> pieces,
-                 std::chrono::milliseconds patience) override {
-      for (const auto& piece : pieces) all_.receive(from, rank_, piece, patience);
+    std::unique_ptr<Arrival> expect(std::uint32_t from,
+                                    std::span<const std::span<std::byte>> pieces) override {
+      return std::make_unique<OneArrival>(all_, from, rank_, pieces);
     }
 
    private:
@@ -136,16 +175,45 @@ class WireLoopback final {
     sent.comes = way.free + options_.latency;
     ++pieces_[{from, to}][piece.size()];
     way.pieces.push_back(std::move(sent));
+    settle(way);
     changed_.notify_all();
   }
 
-  void receive(std::uint32_t from, std::uint32_t to, std::span<std::byte> piece,
-               std::chrono::milliseconds patience) {
+  void expect(std::uint32_t from, std::uint32_t to, std::deque<Room>& rooms) {
+    const std::lock_guard lock(mutex_);
+    Way& way = ways_[{from, to}];
+    for (Room& room : rooms) {
+      room.end = way.expected += room.bytes.size();
+      way.rooms.push_back(&room);
+    }
+  }
+
+  void forget(std::uint32_t from, std::uint32_t to, std::deque<Room>& rooms) {
+    const std::lock_guard lock(mutex_);
+    for (Room& room : rooms) std::erase(ways_[{from, to}].rooms, &room);
+  }
+
+  // Writes what has come to where it is expected, as a network does without being asked.
+  void settle(Way& way) {
+    while (!way.pieces.empty() && way.pieces.front().comes <= Clock::now() && !way.rooms.empty()) {
+      const Piece come = std::move(way.pieces.front());
+      way.pieces.pop_front();
+      Room& room = *way.rooms.front();
+      way.rooms.pop_front();
+      room.odd = come.bytes.size() != room.bytes.size();
+      if (!room.odd) std::ranges::copy(come.bytes, room.bytes.begin());
+      room.filled = true;
+      changed_.notify_all();
+    }
+  }
+
+  void await(std::uint32_t from, std::uint32_t to, const Room& room,
+             std::chrono::milliseconds patience) {
     std::unique_lock lock(mutex_);
     Way& way = begin(from, to);
     const auto end = Clock::now() + patience;
-    for (;;) {
-      if (!way.pieces.empty() && way.pieces.front().comes <= Clock::now()) break;
+    way.awaits.push_back({.bytes = room.bytes.size(), .behind = way.expected - room.end});
+    for (settle(way); !room.filled; settle(way)) {
       if (way.pieces.empty() && (cut_[from] || cut_[to] || way.broken)) {
         throw std::runtime_error("the other end is gone");
       }
@@ -153,11 +221,7 @@ class WireLoopback final {
       const auto next = way.pieces.empty() ? end : std::min(end, way.pieces.front().comes);
       changed_.wait_until(lock, next);
     }
-    const Piece come = std::move(way.pieces.front());
-    way.pieces.pop_front();
-    if (come.bytes.size() != piece.size()) throw std::runtime_error("a piece of another size");
-    std::memcpy(piece.data(), come.bytes.data(), piece.size());
-    changed_.notify_all();
+    if (room.odd) throw std::runtime_error("a piece of another size");
   }
 
   const WireLoopbackOptions options_;
