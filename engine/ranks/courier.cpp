@@ -112,24 +112,42 @@ Courier::Head Courier::next() {
   }
 }
 
+// See Note [Heads ahead].
 void Courier::send_frames() {
   try {
-    for (std::uint64_t number = 0;; ++number) {
+    for (std::uint64_t number = 0;;) {
       Head head = next();
-      if (gone_ && !how_.empty()) return;  // it was lost
-      head.number = number;
-      std::vector<std::span<const std::byte>> pieces = {std::as_bytes(std::span(&head, 1))};
-      std::size_t coded_so_far = 0;
-      for (std::uint32_t i = 0; i < head.count; ++i) {
-        if (head.messages[i].bytes == 0) continue;
-        pieces.push_back(sent_for(head.messages[i], coded_so_far));
-      }
-      wire_.send(other_, pieces, times_.patience);
+      if (is_lost()) return;
+      head.number = number++;
+      send_head(head);
       if (head.ends != 0) return;
+      while (head.has_bytes()) {
+        Head ahead;
+        fill(ahead);
+        ahead.number = number++;
+        send_bytes(head, ahead);
+        if (is_lost()) return;
+        head = ahead;
+      }
     }
   } catch (const std::exception&) {
     deaf_ = true;  // what the other one has said is heard to its end, which says why
   }
+}
+
+void Courier::send_head(const Head& head) {
+  const std::array<std::span<const std::byte>, 1> piece = {std::as_bytes(std::span(&head, 1))};
+  wire_.send(other_, piece, times_.patience);
+}
+
+// Those of `head`, whose frame is complete with them.
+void Courier::send_bytes(const Head& head, const Head& ahead) {
+  std::vector<std::span<const std::byte>> pieces = {std::as_bytes(std::span(&ahead, 1))};
+  std::size_t coded_so_far = 0;
+  for (const PeerMessage& message : head.said()) {
+    if (message.bytes != 0) pieces.push_back(sent_for(message, coded_so_far));
+  }
+  wire_.send(other_, pieces, times_.patience);
 }
 
 // What crosses for a message of some bytes. `coded_so_far`: of the messages of its frame.
@@ -146,13 +164,81 @@ std::span<const std::byte> Courier::sent_for(const PeerMessage& message,
 
 void Courier::receive_frames() {
   try {
-    for (std::uint64_t number = 0; receive_frame(number);) ++number;
+    take_frames();
   } catch (const std::exception& error) {
     how_ = error.what();
   }
   gone_ = true;
   bell_.ring();
   here_.bell->ring();
+}
+
+// See Note [Heads ahead].
+void Courier::take_frames() {
+  ComingFrames frames;
+  expect_head(frames, 0);
+  expect_head(frames, 1);
+  await_head(frames, 0);
+  bool ahead = false;  // this head went ahead of other bytes
+  for (std::uint64_t number = 0;; ++number) {
+    const Coming& frame = frames[number % kHeads];
+    if (frame.head.ends != 0) return;
+    const bool with_bytes = frame.bytes_arrival != nullptr;
+    if (with_bytes) {
+      await_head(frames, number + 1);
+      frame.bytes_arrival->wait(times_.patience);
+    }
+    deliver(frame);
+    if (frame.head.count == 0 && !ahead && deaf_) {
+      throw std::runtime_error("it does not take what is sent to it");
+    }
+    if (!with_bytes) await_head(frames, number + 1);
+    ahead = with_bytes;
+  }
+}
+
+void Courier::expect_head(ComingFrames& frames, std::uint64_t number) {
+  Coming& frame = frames[number % kHeads];
+  const std::array<std::span<std::byte>, 1> room = {
+      std::as_writable_bytes(std::span(&frame.head, 1))};
+  frame.head_arrival = wire_.expect(other_, room);
+}
+
+// Then expects what comes behind the head after it.
+void Courier::await_head(ComingFrames& frames, std::uint64_t number) {
+  Coming& frame = frames[number % kHeads];
+  frame.head_arrival->wait(times_.patience);
+  const Head& head = frame.head;
+  if (head.number != number || head.count > kMessagesMax || head.ends > 1) {
+    throw std::runtime_error("what it sent is damaged");
+  }
+  if (head.ends != 0) return;
+  expect_bytes(frame, come_codes_[number % come_codes_.size()]);
+  expect_head(frames, number + 2);
+}
+
+void Courier::expect_bytes(Coming& frame, CodesOfFrame& codes) {
+  std::vector<std::span<std::byte>> rooms;
+  frame.coded_pages.clear();
+  for (const PeerMessage& message : frame.head.said()) {
+    if (message.bytes == 0) continue;
+    std::span<std::byte> room = room_for(message);
+    if (const auto dtype = coded(message)) {
+      const auto come = codes[frame.coded_pages.size()].room(codes_bytes(message, *dtype));
+      frame.coded_pages.push_back({come, *dtype, room});
+      room = come;
+    }
+    rooms.push_back(room);
+  }
+  frame.bytes_arrival = rooms.empty() ? nullptr : wire_.expect(other_, rooms);
+}
+
+void Courier::deliver(const Coming& frame) {
+  for (const Coded& page : frame.coded_pages) {
+    decode_values(kernels_, page.codes, page.dtype, page.values);
+  }
+  for (const PeerMessage& message : frame.head.said()) push(message);
+  if (frame.head.count != 0) here_.bell->ring();
 }
 
 std::span<std::byte> Courier::room_for(const PeerMessage& message) {
@@ -167,45 +253,6 @@ std::span<std::byte> Courier::room_for(const PeerMessage& message) {
     throw std::runtime_error("what it sent is damaged");
   }
   return all.subspan(at, message.bytes);
-}
-
-// False: it was the last one.
-bool Courier::receive_frame(std::uint64_t number) {
-  Head head;
-  const std::array<std::span<std::byte>, 1> first = {std::as_writable_bytes(std::span(&head, 1))};
-  wire_.expect(other_, first)->wait(times_.patience);
-  if (head.number != number || head.count > kMessagesMax || head.ends > 1) {
-    throw std::runtime_error("what it sent is damaged");
-  }
-  if (head.ends != 0) return false;
-  struct Coded {
-    std::span<const std::byte> codes;
-    Dtype dtype;
-    std::span<std::byte> values;
-  };
-  std::vector<std::span<std::byte>> rooms;
-  std::vector<Coded> coded_pages;
-  for (std::uint32_t i = 0; i < head.count; ++i) {
-    const PeerMessage& message = head.messages[i];
-    if (message.bytes == 0) continue;
-    std::span<std::byte> room = room_for(message);
-    if (const auto dtype = coded(message)) {
-      const auto codes = come_codes_[coded_pages.size()].room(codes_bytes(message, *dtype));
-      coded_pages.push_back({codes, *dtype, room});
-      room = codes;
-    }
-    rooms.push_back(room);
-  }
-  if (!rooms.empty()) wire_.expect(other_, rooms)->wait(times_.patience);
-  for (const Coded& page : coded_pages) {
-    decode_values(kernels_, page.codes, page.dtype, page.values);
-  }
-  for (std::uint32_t i = 0; i < head.count; ++i) {
-    push(head.messages[i]);
-  }
-  if (head.count != 0) here_.bell->ring();
-  if (head.count == 0 && deaf_) throw std::runtime_error("it does not take what is sent to it");
-  return true;
 }
 
 // Waits for room, as long as somebody here takes what comes.

@@ -11,13 +11,21 @@
 //   again
 //
 // Note [Frames]
-// A frame is a head, with a few messages, and behind it the bytes that they are about, in their
-// order. Heads are counted, and messages have numbers and checks of their own (memory/peers.hpp):
-// one that was lost, changed or came twice is noticed. A rank with nothing to say sends a head
-// without messages every now and then. One that is silent for longer is lost, as is one whose
-// connection breaks; what it said before is heard first. Who parts says so behind all else, and
-// goes on to take what comes until the other one has said the same, which it does at once: neither
-// waits for one who does not listen any more.
+// A frame is a head, with a few messages, and the bytes that they are about, in their order. Heads
+// are counted, and messages have numbers and checks of their own (memory/peers.hpp): one that was
+// lost, changed or came twice is noticed. A rank with nothing to say sends a head without messages
+// every now and then. One that is silent for longer is lost, as is one whose connection breaks;
+// what it said before is heard first. Who parts says so behind all else, and goes on to take what
+// comes until the other one has said the same, which it does at once: neither waits for one who
+// does not listen any more.
+//
+// Note [Heads ahead]
+// Bytes travel when they are expected, and who receives learns from a head what to expect. So the
+// bytes of a frame come behind the next frame's head: H0 H1 B0 H2 B1 H3 B2. Two heads are expected
+// at any time, and when the one comes that is ahead of some bytes, its own are expected while those
+// are on their way. A round trip then takes no time of the network's where it is shorter than a
+// frame. A head that goes ahead takes the messages that wait at that moment, or none. Frames are
+// delivered in their order, each when its bytes have come.
 //
 // Note [Places]
 // Bytes land in a mirror of the sender's memory, at the place that they have there. A holder leaves
@@ -30,15 +38,18 @@
 // Note [Codes]
 // A grant whose `dtype` says so crosses as codes of the page's values: the sender makes them when
 // the frame goes, and the receiver has the values where the page would have come to. They lie in
-// buffers of the two threads, which are as large as the codes of a frame have ever been. Both ends
-// know from the grant how many bytes follow.
+// buffers of the two threads, which are as large as the codes of a frame have ever been; who
+// receives has them for the two frames that may be on their way. Both ends know from the grant how
+// many bytes follow.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <span>
 #include <string>
@@ -92,6 +103,11 @@ class Courier final {
     std::uint32_t count = 0;   // of messages
     std::uint32_t ends = 0;    // 1: nothing comes behind it
     std::array<PeerMessage, kMessagesMax> messages{};
+
+    std::span<const PeerMessage> said() const { return std::span(messages).first(count); }
+    bool has_bytes() const {
+      return std::ranges::any_of(said(), [](const PeerMessage& said) { return said.bytes != 0; });
+    }
   };
   static_assert(sizeof(Head) == 16 + kMessagesMax * sizeof(PeerMessage));
 
@@ -111,12 +127,37 @@ class Courier final {
   };
   using CodesOfFrame = std::array<Codes, kMessagesMax>;
 
+  // Codes that come, and the values that they become.
+  struct Coded {
+    std::span<const std::byte> codes;
+    Dtype dtype;
+    std::span<std::byte> values;
+  };
+  // A frame on its way here.
+  struct Coming {
+    Head head;
+    std::vector<Coded> coded_pages;
+    std::unique_ptr<Wire::Arrival> head_arrival;
+    std::unique_ptr<Wire::Arrival> bytes_arrival;  // empty: there are none
+  };
+  // Of the frame that is delivered next, of the one whose bytes are on their way behind it, and of
+  // two that are expected.
+  static constexpr std::size_t kHeads = 4;
+  using ComingFrames = std::array<Coming, kHeads>;  // by number
+
   void send_frames();
   void receive_frames();
+  bool is_lost() const { return gone_ && !how_.empty(); }
+  void send_head(const Head& head);
+  void send_bytes(const Head& head, const Head& ahead);
   std::span<const std::byte> sent_for(const PeerMessage& message, std::size_t& coded_so_far);
   void fill(Head& head);
   Head next();
-  bool receive_frame(std::uint64_t number);
+  void take_frames();
+  void expect_head(ComingFrames& frames, std::uint64_t number);
+  void await_head(ComingFrames& frames, std::uint64_t number);
+  void expect_bytes(Coming& frame, CodesOfFrame& codes);
+  void deliver(const Coming& frame);
   std::span<std::byte> room_for(const PeerMessage& message);
   void push(const PeerMessage& message);
 
@@ -125,14 +166,14 @@ class Courier final {
   const Here here_;
   const Times times_;
   const CodeKernels& kernels_;
-  MessageRing way_;                     // what this rank says
-  Mirror mirror_;                       // of the other one's memory
-  std::vector<std::max_align_t> come_;  // of its board, as it was sent
-  std::vector<std::max_align_t> seen_;  // as the core has it
-  CodesOfFrame sent_codes_;             // of the thread that sends,
-  CodesOfFrame come_codes_;             // and of the one that receives
-  Doorbell bell_;                       // something is to be sent
-  std::string how_;                     // it was lost; before gone_ is set
+  MessageRing way_;                         // what this rank says
+  Mirror mirror_;                           // of the other one's memory
+  std::vector<std::max_align_t> come_;      // of its board, as it was sent
+  std::vector<std::max_align_t> seen_;      // as the core has it
+  CodesOfFrame sent_codes_;                 // of the thread that sends,
+  std::array<CodesOfFrame, 2> come_codes_;  // and of the one that receives
+  Doorbell bell_;                           // something is to be sent
+  std::string how_;                         // it was lost; before gone_ is set
   std::atomic<bool> parting_ = false, gone_ = false, deaf_ = false;
   bool told_ = false;
   std::jthread sender_, receiver_;  // last: they use what is above

@@ -105,6 +105,54 @@ TEST(Courier, MessagesComeInOrderWithTheirBytes) {
   }
 }
 
+// Page `i` of its memory, which begins with that number; `bytes` of it go along.
+void say_page(End& end, std::uint32_t i, std::size_t bytes = kKernelPageBytes) {
+  const std::size_t at = i * kKernelPageBytes;
+  end.memory.bytes()[at] = static_cast<std::byte>(i);
+  end.peers->send(1, {.kind = PeerMessage::Kind::piece, .what = i, .at = at, .bytes = bytes});
+}
+
+void expect_page(End& end, std::uint32_t i) {
+  const auto message = end.hear();
+  ASSERT_TRUE(message && message->what == i) << "message " << i;
+  if (message->bytes == 0) return;
+  EXPECT_EQ(*end.peers->bytes(0, message->at, 1), static_cast<std::byte>(i));
+}
+
+// What is asked for late leaves the network idle meanwhile.
+TEST(Courier, BytesOfTheNextFrameAreExpectedBeforeAnyAreWaitedFor) {
+  constexpr std::size_t kSent = 60, kOfFrame = 4, kHeadBytes = 240;
+  WireLoopback wires(2);
+  End one(wires, 0), two(wires, 1);
+  for (std::uint32_t i = 0; i < kSent; ++i) say_page(one, i);
+  one.courier.start();
+  two.courier.start();
+  for (std::uint32_t i = 0; i < kSent; ++i) expect_page(two, i);
+  std::size_t left = kSent;
+  for (const auto& [bytes, behind] : wires.awaits(0, 1)) {
+    if (bytes == kHeadBytes) continue;
+    --left;
+    const std::size_t whole = std::min(left, left % kOfFrame + kOfFrame);
+    EXPECT_GE(behind, whole * kKernelPageBytes) << left << " pages are still to come";
+  }
+  EXPECT_EQ(left, 0U);
+}
+
+TEST(Courier, BytesThatGoBehindTheirHeadsGoAheadOfTheEnd) {
+  for (std::uint32_t sent = 1; sent < 20; ++sent) {
+    WireLoopback wires(2, {.latency = std::chrono::microseconds(100), .bytes_s = 0.0});
+    End one(wires, 0), two(wires, 1);
+    for (std::uint32_t i = 0; i < sent; ++i) {
+      say_page(one, i, (sent + i / 3) % 3 == 0 ? 0 : kKernelPageBytes);
+    }
+    one.courier.start();
+    two.courier.start();
+    one.courier.part();
+    for (std::uint32_t i = 0; i < sent; ++i) expect_page(two, i);
+    EXPECT_EQ(two.await_loss(), "");
+  }
+}
+
 TEST(Courier, ABoardIsSeenWhenItsMessageIsTaken) {
   WireLoopback wires(2);
   End one(wires, 0), two(wires, 1);
