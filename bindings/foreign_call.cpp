@@ -2,6 +2,7 @@
 
 #include <condition_variable>
 #include <mutex>
+#include <set>
 #include <stdexcept>
 #include <string>
 
@@ -11,8 +12,18 @@ namespace {
 // Note [The door]
 // A thread that asks for the GIL when the interpreter is ending is ended itself, in the middle of
 // frames that must not be unwound. So every call goes in by a door, and at exit, while there is
-// still a GIL to have, the door is shut behind the last one that comes out. Whoever is inside when
-// the process forks will not come out in the child, which gets a door of its own.
+// still a GIL to have, the door is shut behind the last one that comes out. What Python is to
+// write to memory of the core's is dropped then, and whoever has that memory waits for it. Whoever
+// is inside when the process forks will not come out in the child, which gets a door of its own.
+class Posted {
+ public:
+  // REQUIRES: the GIL.
+  virtual void drop() = 0;
+
+ protected:
+  ~Posted() = default;
+};
+
 class Door final {
  public:
   // Throws std::runtime_error once it is shut.
@@ -32,11 +43,30 @@ class Door final {
     came_out_.wait(lock, [this] { return inside_ == 0; });
   }
 
+  void add(Posted* posted) {
+    const std::lock_guard lock(mutex_);
+    posted_.insert(posted);
+  }
+  // Once it has been dropped: behind a door that is shut, by drop_all().
+  void remove(Posted* posted) {
+    std::unique_lock lock(mutex_);
+    dropped_all_.wait(lock, [this] { return !shut_ || dropped_; });
+    posted_.erase(posted);
+  }
+  // REQUIRES: shut; the GIL.
+  void drop_all() {
+    const std::lock_guard lock(mutex_);
+    for (Posted* posted : posted_) posted->drop();
+    dropped_ = true;
+    dropped_all_.notify_all();
+  }
+
  private:
   std::mutex mutex_;
-  std::condition_variable came_out_;
+  std::condition_variable came_out_, dropped_all_;
+  std::set<Posted*> posted_;
   int inside_ = 0;
-  bool shut_ = false;
+  bool shut_ = false, dropped_ = false;
 };
 
 Door*& only_door() {
@@ -97,16 +127,16 @@ double seconds_of(std::chrono::milliseconds patience) {
   return static_cast<double>(patience.count()) * 1e-3;
 }
 
-class ForeignArrival final : public Wire::Arrival {
+class ForeignArrival final : public Wire::Arrival, public Posted {
  public:
   // REQUIRES: the GIL.
-  explicit ForeignArrival(py::object object) : object_(std::move(object)) {}
+  explicit ForeignArrival(py::object object) : object_(std::move(object)) { door().add(this); }
   ~ForeignArrival() override {
     try {
-      if (object_) call_python([this] { drop(); });
-    } catch (const std::exception&) {
-      object_.release();  // the interpreter ends, and frees nothing any more
+      call_python([this] { drop(); });
+    } catch (const std::exception&) {  // the door is shut
     }
+    door().remove(this);
   }
   ForeignArrival(const ForeignArrival&) = delete;
   ForeignArrival& operator=(const ForeignArrival&) = delete;
@@ -118,13 +148,13 @@ class ForeignArrival final : public Wire::Arrival {
     });
   }
 
- private:
-  void drop() {
-    object_.attr("drop")();
+  void drop() override {
+    if (object_) object_.attr("drop")();
     object_ = py::object();
   }
 
-  py::object object_;  // empty: all has come
+ private:
+  py::object object_;  // empty: all has come, or nothing more does
 };
 
 class ForeignWire final : public Wire {
@@ -152,8 +182,11 @@ class ForeignWire final : public Wire {
 
 void shut_door_at_exit() {
   py::module_::import("atexit").attr("register")(py::cpp_function([] {
-    const py::gil_scoped_release release;
-    door().shut();
+    {
+      const py::gil_scoped_release release;
+      door().shut();
+    }
+    door().drop_all();
   }));
   py::module_::import("os").attr("register_at_fork")(
       py::arg("after_in_child") = py::cpp_function([] { only_door() = new Door; }));

@@ -221,7 +221,8 @@ std::uint32_t Rearranger::frames_needed() const {
   return needed;
 }
 
-// Nothing is on its way, not even for reads from outside, which go on beside a rearrangement.
+// Nothing is on its way, not even for reads from outside, which go on beside a rearrangement; but
+// for what is copied for other ranks.
 void Rearranger::wait_until_moved(Lock& lock) {
   base_.gate.wait(
       lock, [&] { return parts_.prefetcher.still() && base_.transfers.idle(); }, kMoves);

@@ -23,9 +23,9 @@
 // Bytes travel when they are expected, and who receives learns from a head what to expect. So the
 // bytes of a frame come behind the next frame's head: H0 H1 B0 H2 B1 H3 B2. Two heads are expected
 // at any time, and when the one comes that is ahead of some bytes, its own are expected while those
-// are on their way. A round trip then takes no time of the network's where it is shorter than a
-// frame. A head that goes ahead takes the messages that wait at that moment, or none. Frames are
-// delivered in their order, each when its bytes have come.
+// are on their way. So nobody waits for a round trip that is shorter than a frame takes. A head
+// that goes ahead takes the messages that wait at that moment, or none. Frames are delivered in
+// their order, each when its bytes have come.
 //
 // Note [Places]
 // Bytes land in a mirror of the sender's memory, at the place that they have there. A holder leaves

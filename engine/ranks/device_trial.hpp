@@ -29,8 +29,8 @@ struct LentByRank {
   std::span<const std::byte> frames{};
 };
 
-// Both throw StrataError where the device fails. `room`: host memory of a page, of any contents,
-// then and before.
+// Both throw StrataError where the device fails. `room`: host memory of a page, which is
+// overwritten.
 void leave_mark(CopyEngine& copies, const LentFrames& own, std::uint32_t rank,
                 std::span<std::byte> room);
 

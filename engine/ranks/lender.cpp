@@ -81,19 +81,22 @@ void Lender::send_scales(const Loan& loan) {
                                 .bytes = base_.layout.scale_bytes(base_.layout.chunks[chunk])});
 }
 
-// The page is in a frame that the device lends, or begins to come there: from where the device has
-// it, or from the pin. False: from neither, or there is no frame. Computation that comes waits for
-// the copy on the device, as it may write to the page.
-bool Lender::hold_frame(Loan& loan) {
+// Whether the newest of the page is in a frame that the device lends, or on its way there.
+bool Lender::find_frame(Loan& loan) {
+  loan.held_step = version_of(loan.page);
+  loan.hold = base_.lent->find(loan.page, base_.table.newest(loan.page));
+  return static_cast<bool>(loan.hold);
+}
+
+// Whether the page begins to come to such a frame: from where the device has it, or from the pin.
+// Computation that comes waits for the copy on the device, as it may write to the page.
+// REQUIRES: it is in none.
+bool Lender::fill_frame(Loan& loan) {
   const PageId page = loan.page;
   const UnitId unit = base_.table.unit(page);
-  const std::uint64_t version = base_.table.newest(page);
-  loan.held_step = version_of(page);
-  loan.hold = base_.lent->find(page, version);
-  if (loan.hold) return true;
   const bool there = base_.table.is_current(page, Tier::device) && !prefetcher_.in_use(unit) &&
                      prefetcher_.passed(unit);
-  if (there || loan.pin) loan.hold = base_.lent->take(page, version);
+  if (there || loan.pin) loan.hold = base_.lent->take(page, base_.table.newest(page));
   if (!loan.hold) return false;
   const std::size_t bytes = base_.layout.bytes_in(page);
   if (!there) {
@@ -146,14 +149,14 @@ void Lender::lend_by_host(const Loan& loan) {
 
 // True: it is granted. What a load of this rank has in host memory stays there meanwhile.
 bool Lender::lend(Loan& loan) {
-  if (loan.hold) return lend_by_device(loan);
+  const bool asks = loan.by_device && !loan.hold && !loan.coming;
+  if (loan.hold || (asks && find_frame(loan))) return lend_by_device(loan);
   const bool loading = loan.by_device && loads_.loading(loan.page);
-  const bool free = !loading && !loan.coming && !loan.pin;
-  if (loan.by_device && free && hold_frame(loan)) return lend_by_device(loan);
+  if (asks && !loading && !loan.pin && fill_frame(loan)) return lend_by_device(loan);
   if (!loan.pin) loan.pin = base_.cache.open(loan.page, Intent::read);
   loan.coming = !loan.pin;
   if (!loan.pin || loan.dead || loading) return false;
-  if (loan.by_device && hold_frame(loan)) return lend_by_device(loan);
+  if (loan.by_device && (find_frame(loan) || fill_frame(loan))) return lend_by_device(loan);
   lend_by_host(loan);
   return true;
 }

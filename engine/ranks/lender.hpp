@@ -13,7 +13,8 @@
 // device (page_cache.hpp, Note [Staging cannot deadlock]): who borrows it has its frame of the
 // device already, copies it, and gives it back without needing anything else. Who relays it has a
 // frame for it, and gives it back as soon as it has come. Where the device lends it, the frame of
-// the staging area is free again as soon as this rank has copied it there.
+// the staging area is free again as soon as this rank has copied it there. Until then a loan may
+// hold it while it waits for a load of this rank: of the same page, from the same frame.
 //
 // Note [Lending by the device]
 // Who can copy from this rank's device gets a page from there (lent_frames.hpp). A page that the
@@ -62,7 +63,7 @@ class Lender final {
     bool codes = false;        // of its values will do
     bool by_device = false;    // a frame that the device lends will do
     bool granted = false;
-    Pin pin = {};                // of host memory; empty: it is asked for, or not needed
+    Pin pin = {};                // of host memory, where that is lent, or copied, or a load has it
     LentFrames::Hold hold = {};  // the page is there, or on its way
     std::int64_t held_step = 0;  // of the updates that it has there
     bool coming = false;         // the cache was asked for it: whoever asks comes back
@@ -77,7 +78,8 @@ class Lender final {
   bool lend(Loan& loan) STRATA_REQUIRES(core_lock);
   void lend_by_host(const Loan& loan);
   bool lend_by_device(Loan& loan) STRATA_REQUIRES(core_lock);
-  bool hold_frame(Loan& loan);
+  bool find_frame(Loan& loan);
+  bool fill_frame(Loan& loan);
   bool is_over(const Loan& loan) const;
 
   Foundation& base_;

@@ -36,7 +36,7 @@
 
 namespace strata {
 
-// How many a device has, beside its budget: 64 MiB, and no more than are asked for at a time.
+// How many a device has, beside its budget: 16, or as many as 64 MiB are, but 2 at least.
 constexpr std::uint32_t lent_frames(std::size_t page_bytes) {
   return static_cast<std::uint32_t>(std::clamp<std::size_t>(64 * kMiB / page_bytes, 2, 16));
 }

@@ -335,7 +335,7 @@ TEST(Courier, GrantsCrossAsCodesWhereTheySaySo) {
       EXPECT_EQ(same(page, sent), !is_coded(i)) << name(dtype) << ", message " << i;
     }
     EXPECT_EQ(wires.pieces(kKernelPageBytes), 3U) << "of those that are whole";
-    EXPECT_EQ(wires.pieces(sent_bytes(kKernelPageBytes / size_of(dtype))) > 0, true);
+    EXPECT_GT(wires.pieces(sent_bytes(kKernelPageBytes / size_of(dtype))), 0U);
     EXPECT_FALSE(one.courier.lost() || two.courier.lost());
   }
 }

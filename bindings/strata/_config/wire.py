@@ -23,7 +23,7 @@ where the connection breaks within the piece nothing of it has.
 
 Note [Expecting]. Gloo sends nothing that the other end has not asked for. So what is expected is
 asked for at once, and waited for later. Who drops a call of Gloo's waits until nobody writes to its
-memory; what comes for it later is not read.
+memory. What comes for it later is written nowhere; the group is of no use then.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class Arrival:
             for piece in self._pieces:
                 self._works += [group.recv([tensor], 0, 0) for tensor in piece]
         except RuntimeError as error:
-            self._broken = error
+            self._broken = error.with_traceback(None)  # which would keep the group
 
     def wait(self, patience: float) -> None:
         """Returns when all bytes are there. Raises ConnectionError where the other rank is gone, or
