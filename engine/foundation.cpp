@@ -139,7 +139,7 @@ SharedMemory Foundation::lend_frames() {
     return {};
   }
   lent.emplace(shared.bytes.data(), count, layout.page_bytes);
-  leave_mark(tiers.copies(), *lent, owns.rank, tiers.slab().bytes().first(layout.page_bytes));
+  leave_mark(tiers.copies(), *lent, owns.rank);
   return shared;
 }
 

@@ -1,8 +1,8 @@
 #include "engine/ranks/device_trial.hpp"
 
 #include <algorithm>
-#include <cstring>
 #include <utility>
+#include <vector>
 
 #include "memory/check.hpp"
 #include "memory/clock.hpp"
@@ -14,9 +14,14 @@ namespace {
 constexpr double kWorthIt = 0.8;
 constexpr int kTries = 3;
 
-// No two words of a mark are the same, nor those of two ranks.
-std::uint64_t word_of_mark(std::uint32_t rank, std::size_t word) {
-  return (std::uint64_t{rank} << 40 | word) * 0x9e3779b97f4a7c15U;
+// No two words of it are the same, nor those of two ranks.
+std::vector<std::byte> mark_of(std::uint32_t rank, std::size_t bytes) {
+  std::vector<std::uint64_t> words(bytes / sizeof(std::uint64_t));
+  for (std::size_t i = 0; i < words.size(); ++i) {
+    words[i] = (std::uint64_t{rank} << 40 | i) * 0x9e3779b97f4a7c15U;
+  }
+  const auto mark = std::as_bytes(std::span(words));
+  return {mark.begin(), mark.end()};
 }
 
 // Throws StrataError where the device fails.
@@ -24,14 +29,6 @@ void copy(CopyEngine& copies, std::byte* to, std::span<const std::byte> from, Co
   const CopyTicket ticket =
       copies.copy({.to = to, .from = from.data(), .bytes = from.size(), .stream = stream});
   if (auto error = copies.wait(ticket)) throw StrataError(std::move(*error));
-}
-
-bool is_marked(std::span<const std::byte> page, std::uint32_t rank) {
-  for (std::size_t at = 0; at < page.size(); at += sizeof(std::uint64_t)) {
-    const std::uint64_t expected = word_of_mark(rank, at);
-    if (std::memcmp(page.data() + at, &expected, sizeof expected) != 0) return false;
-  }
-  return true;
 }
 
 std::int64_t least_ns(CopyEngine& copies, std::byte* to, std::span<const std::byte> from) {
@@ -46,27 +43,21 @@ std::int64_t least_ns(CopyEngine& copies, std::byte* to, std::span<const std::by
 
 }  // namespace
 
-void leave_mark(CopyEngine& copies, const LentFrames& own, std::uint32_t rank,
-                std::span<std::byte> room) {
-  STRATA_ASSERT(room.size() == own.page_bytes());
-  for (std::size_t at = 0; at < room.size(); at += sizeof(std::uint64_t)) {
-    const std::uint64_t word = word_of_mark(rank, at);
-    std::memcpy(room.data() + at, &word, sizeof word);
-  }
-  copy(copies, own.last(), room, CopyStream::pages_in);
+void leave_mark(CopyEngine& copies, const LentFrames& own, std::uint32_t rank) {
+  copy(copies, own.last(), mark_of(rank, own.page_bytes()), CopyStream::pages_in);
 }
 
 // What is copied here lies in the first frames, ahead of this rank's own mark.
 std::string why_not_copied(CopyEngine& copies, const LentFrames& own, const LentByRank& theirs,
-                           std::span<std::byte> host, bool must_be_faster) {
+                           std::span<const std::byte> host, bool must_be_faster) {
   const std::size_t page = own.page_bytes();
   STRATA_ASSERT(host.size() >= page && theirs.frames.size() >= 2 * page);
   // 1. Whether it is right.
-  const std::span<std::byte> room = host.first(page);
+  std::vector<std::byte> room(page);
   copy(copies, own.base(), theirs.frames.last(page), CopyStream::pages_in);
   copy(copies, room.data(), {own.base(), page}, CopyStream::out);
   const std::string other = "the device of rank " + std::to_string(theirs.rank);
-  if (!is_marked(room, theirs.rank)) return "copies from " + other + " bring other bytes";
+  if (room != mark_of(theirs.rank, page)) return "copies from " + other + " bring other bytes";
   if (!must_be_faster) return "";
   // 2. Whether it is faster.
   const std::size_t bytes = std::min({host.size(), theirs.frames.size(), own.bytes()}) - page;

@@ -3,8 +3,8 @@
 //
 // Threads: one caller at a time, before the session trains.
 //
-//   leave_mark(copies, own, 2, room);              // ahead of the meeting
-//   std::string why = why_not_copied(copies, own, {.rank = 1, .frames = seen}, room, true);
+//   leave_mark(copies, own, 2);                    // ahead of the meeting
+//   std::string why = why_not_copied(copies, own, {.rank = 1, .frames = seen}, host, true);
 //
 // Note [Why the bytes are looked at]
 // Where an IOMMU, or switches that send everything by way of the processor, stand between two
@@ -29,14 +29,12 @@ struct LentByRank {
   std::span<const std::byte> frames{};
 };
 
-// Both throw StrataError where the device fails. `room`: host memory of a page, which is
-// overwritten.
-void leave_mark(CopyEngine& copies, const LentFrames& own, std::uint32_t rank,
-                std::span<std::byte> room);
+// Both throw StrataError where the device fails.
+void leave_mark(CopyEngine& copies, const LentFrames& own, std::uint32_t rank);
 
 // Empty: what they lend is right and, where it has to be, faster than host memory. `host`: what is
 // copied for comparison. REQUIRES: nobody has asked for a page of this rank yet.
 std::string why_not_copied(CopyEngine& copies, const LentFrames& own, const LentByRank& theirs,
-                           std::span<std::byte> host, bool must_be_faster);
+                           std::span<const std::byte> host, bool must_be_faster);
 
 }  // namespace strata

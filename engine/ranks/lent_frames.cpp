@@ -3,6 +3,7 @@
 #include <algorithm>
 
 namespace strata {
+
 LentFrames::Hold LentFrames::find(PageId page, std::uint64_t version) {
   const auto found = std::ranges::find_if(
       frames_, [&](const Frame& frame) { return frame.page == page && frame.version == version; });

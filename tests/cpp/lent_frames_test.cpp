@@ -109,8 +109,7 @@ class DeviceTrial : public testing::Test {
  protected:
   std::string tried(CopyEngine& copies, bool must_be_faster) {
     LentFrames own(own_.data(), 3, kPage), theirs(theirs_.data(), 3, kPage);
-    std::vector<std::byte> room(kPage);
-    leave_mark(copies, theirs, 5, room);
+    leave_mark(copies, theirs, 5);
     return why_not_copied(copies, own, {.rank = rank_, .frames = theirs_}, host_, must_be_faster);
   }
 
@@ -137,8 +136,7 @@ TEST_F(DeviceTrial, SoIsNothingThatIsNotThere) {
 TEST_F(DeviceTrial, LeavesTheMarkOfThisRank) {
   SlowFrom none(host_);
   LentFrames own(own_.data(), 3, kPage);
-  std::vector<std::byte> room(kPage);
-  leave_mark(none, own, 1, room);
+  leave_mark(none, own, 1);
   EXPECT_EQ(tried(none, true), "");
   std::vector<std::byte> others(3 * kPage);
   const LentFrames third(others.data(), 3, kPage);
