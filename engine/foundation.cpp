@@ -105,7 +105,7 @@ void Foundation::meet_others() {
   const Slab& slab = tiers.slab();
   const std::size_t agreement = Agreement::board_bytes(config.params.size());
   const std::size_t relayed_bytes = claims.relay_frames * layout.page_bytes;
-  const SharedMemory lends = lend_frames();
+  const int lent_file = lend_frames();
   std::vector<Seat> seats = meeting->meet({.memory = {slab.bytes().data(), slab.bytes_max()},
                                            .claimed_bytes = slab.bytes().size(),
                                            .memory_file = slab.descriptor(),
@@ -113,8 +113,7 @@ void Foundation::meet_others() {
                                            .board_bytes = agreement + Whereabouts::kBytes,
                                            .page_bytes = layout.page_bytes,
                                            .relayed = {relayed, relayed_bytes},
-                                           .device_file = lends.file,
-                                           .device_bytes = lends.bytes.size()});
+                                           .device_file = lent_file});
   STRATA_ASSERT(seats.size() == config.ranks);
   see_devices(seats);
   peers = std::make_unique<Peers>(owns.rank, std::move(seats));
@@ -130,17 +129,18 @@ void Foundation::meet_others() {
   cache.connect(*remote);
 }
 
-SharedMemory Foundation::lend_frames() {
-  if (config.device_lending == DeviceLending::never || page_ranks.here.size() == 1) return {};
+// The file of what the device lends; -1: nothing.
+int Foundation::lend_frames() {
+  if (config.device_lending == DeviceLending::never || page_ranks.here.size() == 1) return -1;
   const std::uint32_t count = lent_frames(layout.page_bytes);
   const SharedMemory shared = tiers.device().share(count * layout.page_bytes);
   if (shared.bytes.empty()) {
     why_not_from_devices = tiers.device().why_not_shared();
-    return {};
+    return -1;
   }
   lent.emplace(shared.bytes.data(), count, layout.page_bytes);
   leave_mark(tiers.copies(), *lent, owns.rank);
-  return shared;
+  return shared.file;
 }
 
 // What this one's device cannot reach, or not faster, comes from host memory.
@@ -148,8 +148,8 @@ void Foundation::see_devices(std::vector<Seat>& seats) {
   const bool must_be_faster = config.device_lending == DeviceLending::faster;
   for (std::uint32_t rank = 0; lent && rank < seats.size(); ++rank) {
     Seat& seat = seats[rank];
-    if (rank == owns.rank || seat.device_bytes == 0) continue;
-    const auto frames = tiers.device().see(seat.device_file, seat.device_bytes);
+    if (rank == owns.rank || seat.device_file < 0) continue;
+    const auto frames = tiers.device().see(seat.device_file, lent->bytes());
     const std::string why = frames.empty() ? tiers.device().why_not_shared()
                                            : why_not_copied(tiers.copies(), *lent, {rank, frames},
                                                             tiers.slab().bytes(), must_be_faster);

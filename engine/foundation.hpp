@@ -126,7 +126,7 @@ struct Foundation final {
   Foundation(const Config& config, TierParts parts, std::unique_ptr<Meeting> meeting, Gate& gate,
              Doorbell& bell, const Residence& home);
   void meet_others();
-  SharedMemory lend_frames();
+  int lend_frames();
   void see_devices(std::vector<Seat>& seats);
   void open_relay();
 

@@ -111,7 +111,6 @@ struct Seat {
   // Of a rank of this machine whose device lends pages: the file of these frames; and where this
   // one's device reads them, once it has opened the file. Empty: it does not reach them.
   int device_file = -1;
-  std::size_t device_bytes = 0;
   std::span<const std::byte> device_frames{};
   // Of a rank of another machine, which has no inbox here.
   MessageRing* way = nullptr;               // what this rank says to it

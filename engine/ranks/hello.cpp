@@ -77,8 +77,7 @@ Hello hello_of(const Config& config, const SeatOffer& offer, std::size_t area_by
                     std::uint64_t{config.sums_ranks}},
       .memory_bytes = offer.memory.size(),
       .claimed_bytes = offer.claimed_bytes,
-      .area_bytes = area_bytes,
-      .device_bytes = offer.device_bytes};
+      .area_bytes = area_bytes};
 }
 
 Hello checked(std::span<const std::byte> said, std::uint32_t other, const Hello& mine,

@@ -25,7 +25,6 @@ struct Hello {
   std::uint64_t memory_bytes = 0;
   std::uint64_t claimed_bytes = 0;  // of them
   std::uint64_t area_bytes = 0;     // of rings and board; of ranks of this machine
-  std::uint64_t device_bytes = 0;   // that its device lends; not 0: their file is offered, too
 };
 
 Hello hello_of(const Config& config, const SeatOffer& offer, std::size_t area_bytes);

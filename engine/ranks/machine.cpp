@@ -6,7 +6,6 @@
 #include <utility>
 
 #include "engine/ranks/hello.hpp"
-#include "engine/ranks/lent_frames.hpp"
 #include "memory/check.hpp"
 #include "memory/rendezvous.hpp"
 
@@ -49,7 +48,7 @@ std::vector<Seat> Machine::meet(const SeatOffer& offer) {
   const auto place = std::find(here.begin(), here.end(), config_.rank) - here.begin();
   const Descriptor bell = offer.bell->duplicate();
   std::vector<int> offered = {own_->descriptor(), offer.memory_file, bell.get()};
-  if (offer.device_bytes != 0) offered.push_back(offer.device_file);
+  if (offer.device_file >= 0) offered.push_back(offer.device_file);  // whose device lends
   // 2. All ranks come.
   std::vector<Peer> peers;
   if (here.size() > 1) {
@@ -74,10 +73,8 @@ std::vector<Seat> Machine::meet(const SeatOffer& offer) {
   for (Peer& peer : peers) {
     const std::uint32_t rank = here[peer.rank];
     const Hello theirs = checked(peer.hello, rank, hello, config_.rank);
-    const std::size_t lent = lent_frames(offer.page_bytes) * offer.page_bytes;
-    const std::size_t files = theirs.device_bytes == 0 ? 3 : 4;
-    if ((theirs.device_bytes != 0 && theirs.device_bytes != lent) || theirs.area_bytes != bytes ||
-        peer.descriptors.size() != files || theirs.memory_bytes == 0 ||
+    const std::size_t files = peer.descriptors.size();
+    if (theirs.area_bytes != bytes || files < 3 || files > 4 || theirs.memory_bytes == 0 ||
         theirs.memory_bytes % kKernelPageBytes != 0 || theirs.claimed_bytes > theirs.memory_bytes) {
       refuse("rank " + std::to_string(rank) + " is damaged");
     }
@@ -88,10 +85,9 @@ std::vector<Seat> Machine::meet(const SeatOffer& offer) {
     seat = seat_of(areas_.back().writable(), config_.ranks, memories_.back().bytes());
     seat.claimed_bytes = theirs.claimed_bytes;
     seat.ring = [bell_of = bells_.back().get()] { bell_of->ring(); };
-    if (theirs.device_bytes != 0) {
+    if (files == 4) {
       device_files_.push_back(std::move(peer.descriptors[3]));
       seat.device_file = device_files_.back().get();
-      seat.device_bytes = theirs.device_bytes;
     }
     watch_.add(rank, std::move(peer.pidfd));
   }

@@ -89,9 +89,8 @@ class Loopback final {
                        .board = {boards_[r].get(), offers_[r].board_bytes},
                        .memory = r == rank ? offers_[r].memory : memories.back().bytes(),
                        .claimed_bytes = offers_[r].claimed_bytes,
-                       .ring = [bell = bells.back().get()] { bell->ring(); },
-                       .device_bytes = offers_[r].device_bytes});
-      if (offers_[r].device_bytes == 0) continue;
+                       .ring = [bell = bells.back().get()] { bell->ring(); }});
+      if (offers_[r].device_file < 0) continue;
       files.push_back(Descriptor::duplicate(offers_[r].device_file));
       seats.back().device_file = files.back().get();
     }
