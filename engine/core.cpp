@@ -262,6 +262,7 @@ SessionStats Core::stats() const {
     stats.gradients_kept_bytes = exchange->kept_bytes();
   }
   if (base.remote) stats.from_devices_bytes = base.remote->from_devices() * base.layout.page_bytes;
+  stats.from_devices_bytes_s = base.from_devices_bytes_s;
   stats.why_not_from_devices = base.why_not_from_devices;
   stats.mappings = frames.mappings();
   if (const CountedDriver* driver = base.tiers.driver()) stats.driver = driver->counts();

@@ -150,13 +150,16 @@ void Foundation::see_devices(std::vector<Seat>& seats) {
     Seat& seat = seats[rank];
     if (rank == owns.rank || seat.device_file < 0) continue;
     const auto frames = tiers.device().see(seat.device_file, lent->bytes());
-    const std::string why = frames.empty() ? tiers.device().why_not_shared()
-                                           : why_not_copied(tiers.copies(), *lent, {rank, frames},
-                                                            tiers.slab().bytes(), must_be_faster);
-    if (why.empty())
-      seat.device_frames = frames;
-    else
-      why_not_from_devices = why;
+    const TriedDevice tried = frames.empty() ? TriedDevice{tiers.device().why_not_shared(), 0.0}
+                                             : try_device(tiers.copies(), *lent, {rank, frames},
+                                                          tiers.slab().bytes(), must_be_faster);
+    if (!tried.why_not.empty()) {
+      why_not_from_devices = tried.why_not;
+      continue;
+    }
+    seat.device_frames = frames;
+    const bool first = from_devices_bytes_s == 0.0;
+    from_devices_bytes_s = first ? tried.bytes_s : std::min(from_devices_bytes_s, tried.bytes_s);
   }
 }
 

@@ -73,8 +73,9 @@ struct Foundation final {
   PageCache cache;
   // The other ranks, and what they hold. None: this one is alone.
   std::unique_ptr<Peers> peers;
-  std::optional<LentFrames> lent;    // none: the device lends none to others
-  std::string why_not_from_devices;  // why what some of them lend is not copied here; or empty
+  std::optional<LentFrames> lent;     // none: the device lends none to others
+  std::string why_not_from_devices;   // why what some of them lend is not copied here; or empty
+  double from_devices_bytes_s = 0.0;  // of the slowest that lends to this one; 0: none does
   const PageRanks page_ranks;
   std::optional<Relay> relay;  // none: all ranks are of this machine
   std::optional<RemotePages> remote;

@@ -62,9 +62,8 @@ class StrataError(RuntimeError):
     tier: str
     path: str
     offset: int
-    # Where budgets cannot work: when in the step ("forward of layers.11"), the units in use then,
-    # and bytes: needed, there, of the needed ones those for snapshots, and that would do. Otherwise
-    # empty, and 0.
+    # Where budgets cannot work: when in the step ("forward of layers.11"), the units in use then, and
+    # bytes: needed, there, of these for snapshots, and that would do. Otherwise empty, and 0.
     moment: str
     units: list[str]
     needed_bytes: int
@@ -93,6 +92,7 @@ class UnitPlan(TypedDict):
     state_bytes: int  # in pages: residuals or masters, and moments
     remote_params: int  # of all of these: what other ranks hold
     remote_param_bytes: int
+    lent_param_bytes: int  # of these: what devices of other ranks may lend
     remote_landing_bytes: int
     remote_state_bytes: int
     chunks: int

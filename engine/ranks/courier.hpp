@@ -96,8 +96,8 @@ class Courier final {
   // nothing at most as long as it has patience.
   void part();
 
- private:
   static constexpr std::uint32_t kMessagesMax = 4;
+  // As it crosses.
   struct Head {
     std::uint64_t number = 0;  // of the frame
     std::uint32_t count = 0;   // of messages
@@ -111,6 +111,7 @@ class Courier final {
   };
   static_assert(sizeof(Head) == 16 + kMessagesMax * sizeof(PeerMessage));
 
+ private:
   // Room for the codes of one message.
   class Codes final {
    public:

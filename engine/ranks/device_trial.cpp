@@ -31,14 +31,15 @@ void copy(CopyEngine& copies, std::byte* to, std::span<const std::byte> from, Co
   if (auto error = copies.wait(ticket)) throw StrataError(std::move(*error));
 }
 
-std::int64_t least_ns(CopyEngine& copies, std::byte* to, std::span<const std::byte> from) {
+// At its fastest.
+double bytes_s(CopyEngine& copies, std::byte* to, std::span<const std::byte> from) {
   std::int64_t least = INT64_MAX;
   for (int i = 0; i < kTries; ++i) {
     const std::int64_t begin = now_ns();
     copy(copies, to, from, CopyStream::pages_in);
-    least = std::min(least, now_ns() - begin);
+    least = std::min(least, std::max<std::int64_t>(1, now_ns() - begin));
   }
-  return least;
+  return 1e9 * static_cast<double>(from.size()) / static_cast<double>(least);
 }
 
 }  // namespace
@@ -48,8 +49,8 @@ void leave_mark(CopyEngine& copies, const LentFrames& own, std::uint32_t rank) {
 }
 
 // What is copied here lies in the first frames, ahead of this rank's own mark.
-std::string why_not_copied(CopyEngine& copies, const LentFrames& own, const LentByRank& theirs,
-                           std::span<const std::byte> host, bool must_be_faster) {
+TriedDevice try_device(CopyEngine& copies, const LentFrames& own, const LentByRank& theirs,
+                       std::span<const std::byte> host, bool must_be_faster) {
   const std::size_t page = own.page_bytes();
   STRATA_ASSERT(host.size() >= page && theirs.frames.size() >= 2 * page);
   // 1. Whether it is right.
@@ -57,15 +58,17 @@ std::string why_not_copied(CopyEngine& copies, const LentFrames& own, const Lent
   copy(copies, own.base(), theirs.frames.last(page), CopyStream::pages_in);
   copy(copies, room.data(), {own.base(), page}, CopyStream::out);
   const std::string other = "the device of rank " + std::to_string(theirs.rank);
-  if (room != mark_of(theirs.rank, page)) return "copies from " + other + " bring other bytes";
-  if (!must_be_faster) return "";
+  if (room != mark_of(theirs.rank, page)) {
+    return {.why_not = "copies from " + other + " bring other bytes", .bytes_s = 0.0};
+  }
   // 2. Whether it is faster.
   const std::size_t bytes = std::min({host.size(), theirs.frames.size(), own.bytes()}) - page;
   const std::size_t tried = std::max(bytes, page);
-  const auto from_host = static_cast<double>(least_ns(copies, own.base(), host.first(tried)));
-  const auto from_device =
-      static_cast<double>(least_ns(copies, own.base(), theirs.frames.first(tried)));
-  return from_device < kWorthIt * from_host ? "" : "host memory is as fast as " + other;
+  const double from_device = bytes_s(copies, own.base(), theirs.frames.first(tried));
+  if (must_be_faster && bytes_s(copies, own.base(), host.first(tried)) > kWorthIt * from_device) {
+    return {.why_not = "host memory is as fast as " + other, .bytes_s = 0.0};
+  }
+  return {.why_not = "", .bytes_s = from_device};
 }
 
 }  // namespace strata

@@ -4,7 +4,7 @@
 // Threads: one caller at a time, before the session trains.
 //
 //   leave_mark(copies, own, 2);                    // ahead of the meeting
-//   std::string why = why_not_copied(copies, own, {.rank = 1, .frames = seen}, host, true);
+//   TriedDevice tried = try_device(copies, own, {.rank = 1, .frames = seen}, host, true);
 //
 // Note [Why the bytes are looked at]
 // Where an IOMMU, or switches that send everything by way of the processor, stand between two
@@ -29,12 +29,17 @@ struct LentByRank {
   std::span<const std::byte> frames{};
 };
 
+struct TriedDevice {
+  std::string why_not;   // nothing is copied from there; empty: what is lent is right
+  double bytes_s = 0.0;  // that come from there
+};
+
 // Both throw StrataError where the device fails.
 void leave_mark(CopyEngine& copies, const LentFrames& own, std::uint32_t rank);
 
-// Empty: what they lend is right and, where it has to be, faster than host memory. `host`: what is
-// copied for comparison. REQUIRES: nobody has asked for a page of this rank yet.
-std::string why_not_copied(CopyEngine& copies, const LentFrames& own, const LentByRank& theirs,
-                           std::span<const std::byte> host, bool must_be_faster);
+// `must_be_faster`: than host memory. `host`: what is copied for comparison. REQUIRES: nobody has
+// asked for a page of this rank yet.
+TriedDevice try_device(CopyEngine& copies, const LentFrames& own, const LentByRank& theirs,
+                       std::span<const std::byte> host, bool must_be_faster);
 
 }  // namespace strata

@@ -1,6 +1,6 @@
-// Lender: gives pages that this rank holds to ranks that ask for them, whatever its own Python is
-// doing: the pump serves them. A page is lent when the updates are published that the asker needs,
-// and what the user wrote is there, and stays where it is until it is given back.
+// Lender: gives pages that this rank holds, or relays, to ranks that ask for them, whatever its own
+// Python is doing: the pump serves them. A page is lent when the updates are published that the
+// asker needs, and what the user wrote is there, and stays where it is until it is given back.
 //
 // Threads: one caller at a time (the core's lock).
 //
@@ -22,6 +22,11 @@
 // loan waits for the end of that load, which needs nothing of who asks. Any other page is copied
 // from host memory; also one of a unit that this rank computes with, which may write to it. Where
 // all lent frames are held, who asks reads host memory itself.
+//
+// So it is with a page of another machine, once it has come to the relay (relay.hpp), from where it
+// is copied. What a load of this rank has, or brings, will do where that is as new as who asks
+// needs it. Pages of other machines may lag, and a load may wait for an update that who asks does
+// not need, and that needs who asks: such a load is not waited for.
 #pragma once
 
 #include <cstdint>
@@ -62,24 +67,29 @@ class Lender final {
     std::uint32_t frame = 0;   // of `rank`, to which it goes, counted from 1; 0: none
     bool codes = false;        // of its values will do
     bool by_device = false;    // a frame that the device lends will do
+    bool relayed = false;      // the relay has it for the rank, or asks for it
     bool granted = false;
     Pin pin = {};                // of host memory, where that is lent, or copied, or a load has it
     LentFrames::Hold hold = {};  // the page is there, or on its way
-    std::int64_t held_step = 0;  // of the updates that it has there
     bool coming = false;         // the cache was asked for it: whoever asks comes back
     bool dead = false;           // so is who asked
   };
 
+  bool relays(const Loan& loan) const { return base_.page_ranks.relays(loan.page); }
   std::int64_t version_of(PageId page) const;
   bool may_lend(const Loan& loan) const;
   bool may_lend_by_device(std::uint32_t rank, PageId page) const;
   std::uint32_t form_of(const Loan& loan) const;
   void send_scales(const Loan& loan);
   bool lend(Loan& loan) STRATA_REQUIRES(core_lock);
-  void lend_by_host(const Loan& loan);
+  bool lend_relayed(Loan& loan) STRATA_REQUIRES(core_lock);
+  void lend_by_host(const Loan& loan, const std::byte* bytes, std::int64_t step);
   bool lend_by_device(Loan& loan) STRATA_REQUIRES(core_lock);
   bool find_frame(Loan& loan);
-  bool fill_frame(Loan& loan);
+  bool fill_frame(Loan& loan, std::byte* host, std::int64_t step);
+  std::uint64_t frame_version(const Loan& loan) const;
+  bool will_do(const Loan& loan) const;
+  void give_copy_back(Loan& loan);
   bool is_over(const Loan& loan) const;
 
   Foundation& base_;

@@ -20,14 +20,14 @@ void LentFrames::finish(CopyEngine& copies) const {
   for (const Frame& frame : frames_) copies.wait(frame.copy);
 }
 
-LentFrames::Hold LentFrames::take(PageId page, std::uint64_t version) {
+LentFrames::Hold LentFrames::take(PageId page, std::uint64_t version, std::int64_t step) {
   Frame* oldest = nullptr;
   for (Frame& frame : frames_) {
     if (frame.users != 0) continue;
     if (oldest == nullptr || frame.last_use < oldest->last_use) oldest = &frame;
   }
   if (oldest == nullptr) return {};
-  *oldest = {.page = page, .version = version, .last_use = ++use_};
+  *oldest = {.page = page, .version = version, .step = step, .last_use = ++use_};
   return {*this, static_cast<std::uint32_t>(oldest - frames_.data())};
 }
 

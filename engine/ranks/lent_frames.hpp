@@ -6,18 +6,19 @@
 //
 //   LentFrames lent(base, 16, page_bytes);
 //   LentFrames::Hold hold = lent.find(page, version);    // empty: it is in none
-//   if (!hold && (hold = lent.take(page, version)))      // empty: somebody holds each of them
+//   if (!hold && (hold = lent.take(page, version, step)))    // empty: somebody holds each of them
 //     hold.begin(copies.copy({.to = hold.bytes(), ...}));
 //   if (copies.done(hold.copy())) ...another device may copy from hold.at()...
 //
 // Note [Pages from device to device]
 // The ranks of a machine compute with the same pages at about the same time. Where each device
 // copies all of them from host memory, that is read as often as there are devices. Where devices
-// reach each other, each copies from host memory what its rank owns, and the rest from the devices
-// of the owners: the bytes are those of an all-gather. It is no collective: each page is asked for,
-// granted and given back like one in host memory. So ranks that leave units out, or stop, hold
-// nobody up here either, and nothing has to be in the same order on all ranks, as NCCL's gathers
-// would have to be. The copy engines do the copying, and nothing of a device that computes.
+// reach each other, each copies from host memory what its rank owns, or relays, and the rest from
+// the devices of the ranks that do: the bytes are those of an all-gather. It is no collective: each
+// page is asked for, granted and given back like one in host memory. So ranks that leave units out,
+// or stop, hold nobody up here either, and nothing has to be in the same order on all ranks, as
+// NCCL's gathers would have to be. The copy engines do the copying, and nothing of a device that
+// computes.
 //
 // Note [Why not from the frames of units]
 // A page that is lent may not change, nor may its frame go, until it is given back. The frames of
@@ -70,6 +71,10 @@ class LentFrames final {
     std::byte* bytes() const { return frames_->base_ + at(); }
     void begin(CopyTicket copy) { frames_->frames_[frame_].copy = copy; }
     CopyTicket copy() const { return frames_->frames_[frame_].copy; }
+    // The step whose updates the page has, and all before.
+    std::int64_t step() const { return frames_->frames_[frame_].step; }
+    // No update of those up to there has changed it.
+    void set_step(std::int64_t step) { frames_->frames_[frame_].step = step; }
 
    private:
     LentFrames* frames_ = nullptr;
@@ -89,7 +94,7 @@ class LentFrames final {
 
   Hold find(PageId page, std::uint64_t version);
   // Of those that nobody holds, the one that was used least recently. REQUIRES: it is not here.
-  Hold take(PageId page, std::uint64_t version);
+  Hold take(PageId page, std::uint64_t version, std::int64_t step);
   // No page is found any more: versions begin anew.
   void forget();
   // Waits for all that is copied here.
@@ -99,6 +104,7 @@ class LentFrames final {
   struct Frame {
     PageId page = kNoPage;
     std::uint64_t version = 0;
+    std::int64_t step = 0;
     CopyTicket copy{};
     std::uint32_t users = 0;
     std::uint64_t last_use = 0;

@@ -224,17 +224,6 @@ void OtherRanks::give_up(std::uint32_t rank, double seconds) {
   base_.gate.notify();
 }
 
-bool OtherRanks::take_ask(std::uint32_t from, const PeerMessage& ask) {
-  const PageId page{ask.what};
-  if (!base_.page_ranks.relays(page)) return lender_.asked(from, ask);
-  return base_.relay->asked(from, page, ask.step, ask.count);
-}
-
-bool OtherRanks::take_back(std::uint32_t from, PageId page) {
-  if (!base_.page_ranks.relays(page)) return lender_.given_back(from, page);
-  return base_.relay->given_back(from, page);
-}
-
 bool OtherRanks::take_grant(std::uint32_t from, const PeerMessage& grant) {
   if (grant.what >= base_.layout.page_count || grant.at % kKernelPageBytes != 0) return false;
   if (grant.window != 0) return base_.relay && base_.relay->came(from, grant);
@@ -257,11 +246,11 @@ bool OtherRanks::take(const Peers::Received& received) {
   const PeerMessage& message = received.message;
   switch (message.kind) {
     case PeerMessage::Kind::ask:
-      return take_ask(from, message);
+      return lender_.asked(from, message);
     case PeerMessage::Kind::grant:
       return take_grant(from, message);
     case PeerMessage::Kind::give_back:
-      return take_back(from, PageId{message.what});
+      return lender_.given_back(from, PageId{message.what});
     case PeerMessage::Kind::alive:
       return true;
     case PeerMessage::Kind::piece:

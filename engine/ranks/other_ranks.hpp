@@ -63,10 +63,8 @@ class OtherRanks final {
 
  private:
   bool take(const Peers::Received& received) STRATA_REQUIRES(core_lock);
-  bool take_ask(std::uint32_t from, const PeerMessage& ask);
   bool take_growth(std::uint32_t from, std::uint64_t claimed_bytes) STRATA_REQUIRES(core_lock);
   bool take_grant(std::uint32_t from, const PeerMessage& grant);
-  bool take_back(std::uint32_t from, PageId page);
   std::uint32_t lender_awaited();
   // A rank that trains on; none: all have left.
   std::optional<std::uint32_t> staying() const;

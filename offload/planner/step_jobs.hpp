@@ -23,7 +23,8 @@
 // Of a unit that rests on the device nothing comes or goes but its activations: its update starts
 // where the gradient is, and its next forward waits for that.
 //
-// Limits: a unit's pages are moved in a few equal pieces, of which each has its share on the SSD.
+// Limits: a unit's pages are moved in a few equal pieces, of which each has its share on the SSD,
+// and its share of what other devices lend. What this one copies for others takes no time.
 // Nested units: what the outer computes is done before what the inner computes, and recomputing
 // the outer does not recompute the inner. What an update leaves in the staging area is not found
 // there by the next forward.

@@ -34,15 +34,16 @@ std::uint32_t Relay::place_of(std::uint32_t rank) const {
   return static_cast<std::uint32_t>(found - pages_.here.begin());
 }
 
-std::vector<Relay::Loan>::iterator Relay::find(std::uint32_t rank, PageId page) {
+std::vector<Relay::Loan>::const_iterator Relay::find(std::uint32_t rank, PageId page) const {
   return std::find_if(loans_.begin(), loans_.end(),
                       [&](const Loan& loan) { return loan.rank == rank && loan.page == page; });
 }
 
-bool Relay::asked(std::uint32_t rank, PageId page, std::int64_t step, std::uint32_t writes) {
+bool Relay::asked(std::uint32_t rank, PageId page, std::int64_t step, std::uint32_t writes,
+                  bool told) {
   if (!pages_.relays(page) || place_of(rank) == pages_.here.size()) return false;
   if (find(rank, page) != loans_.end()) return false;
-  loans_.push_back({.rank = rank, .page = page, .step = step, .writes = writes, .copy = kNone});
+  loans_.push_back({.rank = rank, .page = page, .step = step, .writes = writes, .told = told});
   if (!lend(loans_.back()) && !serve(loans_.back())) loans_.pop_back();
   return true;
 }
@@ -74,11 +75,18 @@ void Relay::lend(Loan& loan, std::uint32_t frame) {
   copy.last_use = ++use_;
   copy.had[place_of(loan.rank)] = true;
   update_claim(frame);
+  if (!loan.told) return;
   say_(loan.rank, {.kind = PeerMessage::Kind::grant,
                    .what = index(loan.page),
                    .at = room_.at + frame * room_.page_bytes,
                    .bytes = room_.page_bytes,
                    .step = copy.step});
+}
+
+std::optional<Relay::Came> Relay::came_for(std::uint32_t rank, PageId page) const {
+  const auto loan = find(rank, page);
+  if (loan == loans_.end() || loan->copy == kNone) return std::nullopt;
+  return Came{.frame = loan->copy, .step = copies_[loan->copy].step};
 }
 
 // True: there is a copy that was fetched for what the loan asks, or for more. One that happens to

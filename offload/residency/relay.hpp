@@ -11,6 +11,8 @@
 //   relay.asked(2, page, step, writes);       // answered by `say`: now, or when the page has come
 //   relay.came(7, grant);                     // from its holder
 //   relay.given_back(2, page);
+//   relay.asked(3, page, step, writes, false);
+//   relay.came_for(3, page)                   // for who answers by itself, once it has come
 //   relay.set_due(page, 17);                  // when this rank will ask for it,
 //   relay.expect(page, step, writes);         // and it comes ahead of that
 //
@@ -90,8 +92,19 @@ class Relay final {
   Relay& operator=(const Relay&) = delete;
 
   // A rank of this machine, perhaps this one. The answer is a grant; one without bytes: the rank
-  // asks the holder. False of the three: it cannot be, and the session should end.
-  bool asked(std::uint32_t rank, PageId page, std::int64_t step, std::uint32_t writes);
+  // asks the holder. False of the three: it cannot be, and the session should end. `told`: else no
+  // grant with bytes is said, and came_for() has it.
+  bool asked(std::uint32_t rank, PageId page, std::int64_t step, std::uint32_t writes,
+             bool told = true);
+  // What came for a rank that was not told: the frame of the room, and the step that it has.
+  struct Came {
+    std::uint32_t frame = 0;
+    std::int64_t step = 0;
+  };
+  // None: it is still to come.
+  std::optional<Came> came_for(std::uint32_t rank, PageId page) const;
+  // The rank has asked for it, was not sent on, and has given nothing back.
+  bool serves(std::uint32_t rank, PageId page) const { return find(rank, page) != loans_.end(); }
   // This rank will ask for that. False: not now. REQUIRES: it relays the page.
   bool expect(PageId page, std::int64_t step, std::uint32_t writes);
   // Nobody needs from here on what was asked for older steps.
@@ -127,6 +140,7 @@ class Relay final {
     std::int64_t step = 0;
     std::uint32_t writes = 0;
     std::uint32_t copy = kNone;
+    bool told = true;
   };
 
   // Whose frame goes first: free ones, what no rank has still to ask for, and the rest; of each
@@ -134,7 +148,7 @@ class Relay final {
   using Claim = std::tuple<int, std::uint64_t, std::uint64_t, std::uint32_t>;
 
   std::uint32_t place_of(std::uint32_t rank) const;
-  std::vector<Loan>::iterator find(std::uint32_t rank, PageId page);
+  std::vector<Loan>::const_iterator find(std::uint32_t rank, PageId page) const;
   void lend(Loan& loan, std::uint32_t frame);
   bool lend(Loan& loan);
   bool serve(Loan& loan);

@@ -39,8 +39,7 @@ bool RemotePages::is_read_at_holder(PageId page) const {
 }
 
 bool RemotePages::may_come_by_device(PageId page, std::uint32_t source) const {
-  return !at_holders_ && pages_.is_shown(page) && source == pages_.holders[index(page)] &&
-         peers_.lends_by_device(source);
+  return !at_holders_ && pages_.is_shown(page) && peers_.lends_by_device(source);
 }
 
 bool RemotePages::expect(PageId page) {
@@ -175,6 +174,7 @@ bool RemotePages::answered(std::uint32_t from, const PeerMessage& grant, std::si
   if (lease == nullptr || lease->bytes != nullptr || lease->source != from) return false;
   if (grant.bytes == 0 && from != pages_.holders[index(page)]) {
     lease->source = pages_.holders[index(page)];
+    lease->by_device = may_come_by_device(page, lease->source);
     ask(*lease);
     return true;
   }

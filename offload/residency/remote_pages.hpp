@@ -117,6 +117,7 @@ class RemotePages final {
   // The user wrote to a parameter, as all ranks do: what is asked for from here on has it.
   void note_write() { ++writes_; }
   std::uint32_t writes() const { return writes_; }
+  std::int64_t step() const { return step_; }
   // The holder has changed the page, or will before it grants it again. REQUIRES: may_renew().
   void renew(PageId page);
   // Nothing of it is open or being copied. Gives it back where nobody uses it.

@@ -5,77 +5,16 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
-#include <array>
 #include <chrono>
-#include <memory>
-#include <optional>
 #include <random>
-#include <span>
-#include <string>
 #include <thread>
-#include <vector>
+#include <utility>
 
 #include "configs.hpp"
-#include "doubles/wire_loopback.hpp"
-#include "memory/mapping.hpp"
-#include "memory/shared_area.hpp"
-#include "sent_codes.hpp"
+#include "courier_ends.hpp"
 
 namespace strata::courier_test {
 namespace {
-
-using namespace std::chrono_literals;
-
-constexpr std::size_t kMemory = 64 * kKernelPageBytes;
-constexpr std::size_t kBoard = 1024;
-
-// One of two ranks, each on a machine of its own.
-struct End {
-  End(WireLoopback& wires, std::uint32_t rank, std::chrono::milliseconds patience = 5s)
-      : wire(wires.wire(rank)),
-        memory("test-memory", kMemory),
-        board("test-board", kKernelPageBytes),
-        relayed("test-relayed", 2 * kKernelPageBytes),
-        inboxes(std::make_unique<MessageRing[]>(2)),
-        courier(*wire, 1 - rank,
-                {.board = board.bytes().first(kBoard),
-                 .memory = memory.bytes(),
-                 .page_bytes = kKernelPageBytes,
-                 .relayed = relayed.bytes(),
-                 .inbox = &inboxes[1 - rank],
-                 .bell = &bell},
-                kMemory, {.beat = 20ms, .patience = patience}) {
-    std::vector<Seat> seats(2);
-    seats[rank] = {
-        .inbox = inboxes.get(), .board = board.bytes().first(kBoard), .memory = memory.bytes()};
-    seats[1 - rank] = courier.seat();
-    peers = std::make_unique<Peers>(rank, seats);
-  }
-
-  // Waits for the next one.
-  std::optional<PeerMessage> hear() {
-    for (const auto end = std::chrono::steady_clock::now() + 5s;;) {
-      peers->flush();
-      if (const auto received = peers->receive()) return received->message;
-      if (std::chrono::steady_clock::now() > end) return std::nullopt;
-      bell.wait(1ms);
-    }
-  }
-  std::optional<std::string> await_loss() {
-    for (const auto end = std::chrono::steady_clock::now() + 5s;;) {
-      if (auto how = courier.lost()) return how;
-      if (std::chrono::steady_clock::now() > end) return std::nullopt;
-      bell.wait(1ms);
-    }
-  }
-
-  std::unique_ptr<Wire> wire;
-  SharedArea memory, board, relayed;
-  std::unique_ptr<MessageRing[]> inboxes;
-  Doorbell bell;
-  Courier courier;
-  std::unique_ptr<Peers> peers;
-};
 
 TEST(Courier, MessagesComeInOrderWithTheirBytes) {
   for (std::uint64_t seed = 0; seed < 10; ++seed) {
@@ -105,23 +44,9 @@ TEST(Courier, MessagesComeInOrderWithTheirBytes) {
   }
 }
 
-// Page `i` of its memory, which begins with that number; `bytes` of it go along.
-void say_page(End& end, std::uint32_t i, std::size_t bytes = kKernelPageBytes) {
-  const std::size_t at = i * kKernelPageBytes;
-  end.memory.bytes()[at] = static_cast<std::byte>(i);
-  end.peers->send(1, {.kind = PeerMessage::Kind::piece, .what = i, .at = at, .bytes = bytes});
-}
-
-void expect_page(End& end, std::uint32_t i) {
-  const auto message = end.hear();
-  ASSERT_TRUE(message && message->what == i) << "message " << i;
-  if (message->bytes == 0) return;
-  EXPECT_EQ(*end.peers->bytes(0, message->at, 1), static_cast<std::byte>(i));
-}
-
 // What is asked for late leaves the network idle meanwhile.
 TEST(Courier, BytesOfTheNextFrameAreExpectedBeforeAnyAreWaitedFor) {
-  constexpr std::size_t kSent = 60, kOfFrame = 4, kHeadBytes = 240;
+  constexpr std::size_t kSent = 60, kOfFrame = Courier::kMessagesMax;
   WireLoopback wires(2);
   End one(wires, 0), two(wires, 1);
   for (std::uint32_t i = 0; i < kSent; ++i) say_page(one, i);
@@ -130,7 +55,7 @@ TEST(Courier, BytesOfTheNextFrameAreExpectedBeforeAnyAreWaitedFor) {
   for (std::uint32_t i = 0; i < kSent; ++i) expect_page(two, i);
   std::size_t left = kSent;
   for (const auto& [bytes, behind] : wires.awaits(0, 1)) {
-    if (bytes == kHeadBytes) continue;
+    if (bytes == sizeof(Courier::Head)) continue;
     --left;
     const std::size_t whole = std::min(left, left % kOfFrame + kOfFrame);
     EXPECT_GE(behind, whole * kKernelPageBytes) << left << " pages are still to come";
@@ -284,115 +209,64 @@ TEST(Courier, AChangedHeadIsNoticed) {
   }
 }
 
-bool same(std::span<const std::byte> one, std::span<const std::byte> other) {
-  return std::ranges::equal(one, other);
-}
-
-void fill_with(std::mt19937& random, Dtype dtype, std::span<std::byte> page) {
-  std::normal_distribution<float> normal;
-  std::vector<float> values(page.size() / size_of(dtype)), rest(values.size());
-  for (float& value : values) value = normal(random);
-  kernels(best_isa())
-      .split(values.data(), values.size(), dtype, page.data(),
-             reinterpret_cast<std::byte*>(rest.data()));
-}
-
-// Among others that come as they are; to the mirror, and to a frame that was asked for. Of every
-// dtype, and also where the last block is a part of one.
-TEST(Courier, GrantsCrossAsCodesWhereTheySaySo) {
-  for (const Dtype dtype : {Dtype::float32, Dtype::float16, Dtype::bfloat16}) {
-    WireLoopback wires(2);
-    End one(wires, 0), two(wires, 1);
-    std::mt19937 random(1);
-    fill_with(random, dtype, one.memory.bytes());
-    constexpr std::uint32_t kSent = 60;
-    const auto bytes_of = [&](std::uint32_t i) {
-      return kKernelPageBytes - (i % 7) * size_of(dtype);
-    };
-    const auto is_coded = [](std::uint32_t i) { return i % 3 != 1; };
-    for (std::uint32_t i = 0; i < kSent; ++i) {
-      one.peers->send(1, {.kind = PeerMessage::Kind::grant,
-                          .what = i,
-                          .window = i % 10 == 9 ? 2U : 0U,
-                          .dtype = is_coded(i) ? coded_as(dtype) : 0,
-                          .at = i * kKernelPageBytes,
-                          .bytes = bytes_of(i)});
-    }
-    one.courier.start();
-    two.courier.start();
-    for (std::uint32_t i = 0; i < kSent; ++i) {
-      const auto message = two.hear();
-      ASSERT_TRUE(message && message->what == i) << "message " << i;
-      if (i % 10 == 9 && i + 10 < kSent) continue;  // the next one has its frame already
-      const auto sent = one.memory.bytes().subspan(i * kKernelPageBytes, bytes_of(i));
-      const std::byte* const come = message->window != 0
-                                        ? two.relayed.bytes().data() + kKernelPageBytes
-                                        : two.peers->bytes(0, message->at, message->bytes);
-      const std::span page(come, bytes_of(i));
-      EXPECT_TRUE(same(page, is_coded(i) ? rounded(sent, dtype)
-                                         : std::vector<std::byte>(sent.begin(), sent.end())))
-          << name(dtype) << ", message " << i;
-      EXPECT_EQ(same(page, sent), !is_coded(i)) << name(dtype) << ", message " << i;
-    }
-    EXPECT_EQ(wires.pieces(kKernelPageBytes), 3U) << "of those that are whole";
-    EXPECT_GT(wires.pieces(sent_bytes(kKernelPageBytes / size_of(dtype))), 0U);
-    EXPECT_FALSE(one.courier.lost() || two.courier.lost());
-  }
-}
-
-// Of a head with a grant of codes, whatever byte: its dtype, size and place among them.
-TEST(Courier, AChangedHeadOfCodesIsNoticed) {
-  for (std::size_t byte = 0; byte < 72; ++byte) {
+// A head with one message, which goes ahead of the bytes of four others. Each of these may have
+// come, as it was.
+TEST(Courier, AChangedHeadThatGoesAheadOfBytesIsNoticed) {
+  constexpr std::size_t kUsed =
+      sizeof(Courier::Head) - (Courier::kMessagesMax - 1) * sizeof(PeerMessage);
+  for (std::size_t byte = 0; byte < kUsed; ++byte) {
+    SCOPED_TRACE(byte);
     WireLoopback wires(2);
     End one(wires, 0, 1s), two(wires, 1, 1s);
-    std::mt19937 random(1);
-    fill_with(random, Dtype::bfloat16, one.memory.bytes());
-    wires.change_bit(0, byte);
-    const PeerMessage grant{.kind = PeerMessage::Kind::grant,
-                            .what = 5,
-                            .dtype = coded_as(Dtype::bfloat16),
-                            .at = 2 * kKernelPageBytes,
-                            .bytes = kKernelPageBytes};
-    one.peers->send(1, grant);
+    wires.change_bit(0, byte, 1);
+    for (std::uint32_t i = 0; i <= Courier::kMessagesMax; ++i) say_page(one, i);
     one.courier.start();
     two.courier.start();
+    std::uint32_t come = 0;
     bool noticed = false;
     for (int i = 0; i < 3'000 && !noticed; ++i) {
-      if (i == 100) one.peers->send(1, grant);
+      // A head that lost its message is noticed when the next one comes.
+      if (i == 100) say_page(one, Courier::kMessagesMax + 1);
+      one.peers->flush();
       if (const auto received = two.peers->receive()) {
-        ASSERT_EQ(received->message.what, 5U) << byte;
-        ASSERT_EQ(received->message.dtype, coded_as(Dtype::bfloat16)) << byte;
+        ASSERT_EQ(received->message.what, come++);
+        const auto& [at, bytes] = std::pair(received->message.at, received->message.bytes);
+        EXPECT_EQ(*two.peers->bytes(0, at, bytes), static_cast<std::byte>(come - 1));
       }
       noticed = two.courier.lost() || two.peers->damaged();
       if (!noticed) two.bell.wait(1ms);
     }
-    EXPECT_TRUE(noticed) << "byte " << byte;
+    EXPECT_TRUE(noticed);
+    EXPECT_LE(come, Courier::kMessagesMax);
   }
 }
 
-TEST(Courier, CodesThatCannotBeAreNoticed) {
-  const PeerMessage grant{.kind = PeerMessage::Kind::grant,
-                          .dtype = coded_as(Dtype::bfloat16),
-                          .at = kKernelPageBytes,
-                          .bytes = kKernelPageBytes};
-  PeerMessage other = grant, odd = grant, within = grant;
-  other.dtype = coded_as(Dtype::bfloat16) + 1;
-  odd.bytes = 63;
-  within.at = 2;
-  for (const PeerMessage& message : {other, odd, within}) {
+// Also between a head and the bytes that it goes ahead of: what was said before comes whole, and
+// nothing else.
+TEST(Courier, AWayThatBreaksAnywhereBringsWholeFramesOrNothing) {
+  constexpr std::uint32_t kSent = 11;
+  bool all_came = false;
+  for (std::uint64_t nth = 1; !all_came; ++nth) {
+    SCOPED_TRACE(nth);
+    ASSERT_LT(nth, 500U);
     WireLoopback wires(2);
-    End one(wires, 0), two(wires, 1);
-    // What rank 0 would not send: its head is written by hand.
-    struct {
-      std::uint64_t number = 0;
-      std::uint32_t count = 1, ends = 0;
-      std::array<PeerMessage, 4> messages{};
-    } head;
-    head.messages[0] = message;
+    End one(wires, 0, 1s), two(wires, 1, 1s);
+    for (std::uint32_t i = 0; i < kSent; ++i) say_page(one, i);
+    wires.fail_at(nth);
+    one.courier.start();
     two.courier.start();
-    const std::array<std::span<const std::byte>, 1> piece = {std::as_bytes(std::span(&head, 1))};
-    one.wire->send(1, piece, 1s);
-    EXPECT_EQ(two.await_loss(), "what it sent is damaged");
+    std::uint32_t come = 0;
+    for (bool gone = false; !gone && come < kSent;) {
+      gone = two.courier.lost().has_value();  // ahead of what came before it
+      while (const auto received = two.peers->receive()) {
+        ASSERT_EQ(received->message.what, come);
+        EXPECT_EQ(*two.peers->bytes(0, received->message.at, kKernelPageBytes),
+                  static_cast<std::byte>(come++));
+      }
+      if (!gone) two.bell.wait(1ms);
+    }
+    EXPECT_TRUE(come % Courier::kMessagesMax == 0 || come == kSent) << come;
+    all_came = come == kSent;
   }
 }
 

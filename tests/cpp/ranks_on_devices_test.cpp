@@ -136,6 +136,32 @@ TEST(RanksOnGpus, PagesOfOtherDevicesAreWhatTheirOwnersHave) {
   });
 }
 
+// Two machines of two ranks: each rank's device gets what the other rank of its machine holds, and
+// what that one relays, which is as much again. Without the latter it would be a third of what four
+// ranks of one machine get, each of three others, and with it two thirds.
+TEST(RanksOnGpus, PagesOfOtherMachinesComeFromTheDeviceThatRelaysThem) {
+  for_seeds(12, [](std::uint64_t seed) {
+    Config config = roomy();
+    config.params[1].numel = 1'200'000;
+    config.device_bytes = 256 * kPage, config.host_bytes *= 8;
+    const std::vector<float> expected = trained(1, 3, config, {}, {}, 4)[0];
+    if (seed % 3 == 1) config.update = UpdateMode::in_backward;
+    if (seed % 3 == 2) config.update = UpdateMode::lock_free;
+    config.device_lending = DeviceLending::always;
+    const auto came_among = [&](Hosts hosts) {
+      std::atomic<std::uint64_t> came = 0;
+      const auto count = [&came](Session& session, int step) {
+        if (step == 2) came += session.stats().from_devices_bytes;
+      };
+      TestDevice gpu(TestedOn::gpu_double, {.late = true, .seed = seed});
+      expect_bits(expected, trained(4, 3, config, {}, count, 4, hosts, ranks_on(gpu)));
+      EXPECT_EQ(gpu.close(), "");
+      return came.load();
+    };
+    EXPECT_GT(2 * came_among(Hosts::pairs), came_among(Hosts::one));
+  });
+}
+
 // Each rank reads host memory then, and says why.
 void expect_host_memory(const RecordingOptions& options, DeviceLending lending,
                         const std::string& why) {

@@ -53,10 +53,10 @@ class WireLoopback final {
     const std::lock_guard lock(mutex_);
     fails_at_ = operations_ + operation;
   }
-  // A bit of the next piece that a rank sends comes as another one.
-  void change_bit(std::uint32_t from, std::size_t byte) {
+  // A bit of the next piece that a rank sends, or of a later one, comes as another one.
+  void change_bit(std::uint32_t from, std::size_t byte, std::uint32_t pieces_before = 0) {
     const std::lock_guard lock(mutex_);
-    changes_[from] = byte;
+    changes_[from] = {byte, pieces_before};
   }
   std::uint64_t operations() {
     const std::lock_guard lock(mutex_);
@@ -164,8 +164,10 @@ class WireLoopback final {
     if (cut_[from] || cut_[to] || way.broken) throw std::runtime_error("the other end is gone");
     Piece sent{.bytes = {piece.begin(), piece.end()}, .comes = {}};
     if (const auto change = changes_.find(from); change != changes_.end()) {
-      sent.bytes[change->second % sent.bytes.size()] ^= std::byte{1};
-      changes_.erase(change);
+      if (change->second.pieces_before-- == 0) {
+        sent.bytes[change->second.byte % sent.bytes.size()] ^= std::byte{1};
+        changes_.erase(change);
+      }
     }
     const double seconds =
         options_.bytes_s == 0.0 ? 0.0 : static_cast<double>(piece.size()) / options_.bytes_s;
@@ -229,7 +231,11 @@ class WireLoopback final {
   std::condition_variable changed_;
   std::map<std::pair<std::uint32_t, std::uint32_t>, Way> ways_;  // from, to
   std::vector<bool> cut_;
-  std::map<std::uint32_t, std::size_t> changes_;  // by sender
+  struct Change {
+    std::size_t byte = 0;
+    std::uint32_t pieces_before = 0;
+  };
+  std::map<std::uint32_t, Change> changes_;  // by sender
   // By way, and by size.
   std::map<std::pair<std::uint32_t, std::uint32_t>, std::map<std::size_t, std::uint64_t>> pieces_;
   std::uint64_t operations_ = 0, fails_at_ = 0;
