@@ -54,7 +54,7 @@ struct Config {
   int workers = 1;
   bool pin_workers = true;
   int compute_threads = 0;  // cores that pinned workers leave to the computation
-  bool accumulate = false;  // gradients rest in float32
+  bool accumulate = false;  // several backwards make a step: gradients rest in float32
   UpdateMode update = UpdateMode::on_step;
   std::uint32_t max_staleness = 0;  // lock_free: steps that a parameter may lag behind
   // Of the ranks that train together. Budgets of host memory and of the SSD are this rank's.
@@ -78,5 +78,11 @@ struct Config {
   // The name of the machine of a rank; empty: there is one.
   std::string machine(std::uint32_t of) const { return machines.empty() ? "" : machines[of]; }
 };
+
+// There may be gradients behind a step, which a snapshot then has: those that add up over several
+// backwards, and those that wait for their updates.
+inline bool gradients_rest(const Config& config) {
+  return config.accumulate || config.update == UpdateMode::lock_free;
+}
 
 }  // namespace strata

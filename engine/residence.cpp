@@ -142,11 +142,10 @@ Holding holding_of(const Config& config, const Layout& layout) {
   holding.outbox_frames = owns.alone() ? 0 : on_host ? kOutboxFrames : kOutboxFramesGpu;
   if (Collectors(config).adds_up_here()) holding.outbox_frames *= 2;  // as many for sums
   holding.relay_wanted = relay_frames_wanted(config, layout, owns);
-  // Where sums of gradients rest, or gradients wait for their updates, snapshots have them as well.
-  holding.kept_slots =
-      config.snapshots == 0
-          ? 0
-          : snapshot_slots(layout, owns).beside(config.snapshots, layout.accumulate);
+  if (config.snapshots != 0) {
+    holding.kept_slots =
+        snapshot_slots(layout, owns).beside(config.snapshots, gradients_rest(config));
+  }
   for (const ParamSpec& spec : config.params) {
     holding.parameter_bytes += spec.numel * size_of(spec.dtype);
   }

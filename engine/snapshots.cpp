@@ -37,7 +37,7 @@ std::uint64_t Snapshots::slots_for(std::uint32_t keep, bool gradients) const {
 
 void Snapshots::want(std::uint32_t keep) {
   if (captures_.take_frozen_written() && any()) frozen_changes_ = true;
-  room_.want(slots_for(keep, gradients_.any()));
+  room_.want(slots_for(keep, gradients_.any() || gradients_rest(base_.config)));
   kept_ = keep;
 }
 

@@ -103,8 +103,6 @@ SnapshotSlots snapshot_slots(const Layout& layout, const Ownership& owns) {
     slots.gradients += layout.grad_frames(chunk);
   }
   slots.trained += scale_pages(layout, owns);
-  // Ranks take snapshots behind their steps alone, where there are none.
-  if (!owns.alone()) slots.gradients = 0;
   return slots;
 }
 

@@ -141,9 +141,11 @@ TEST(RanksOnGpus, PagesOfOtherDevicesAreWhatTheirOwnersHave) {
 // ranks of one machine get, each of three others, and with it two thirds.
 TEST(RanksOnGpus, PagesOfOtherMachinesComeFromTheDeviceThatRelaysThem) {
   for_seeds(12, [](std::uint64_t seed) {
-    Config config = roomy();
+    const TempFolder folder;
+    const bool few_frames = seed % 2 == 0;  // of relays: each has another page soon
+    Config config = few_frames ? tight(folder) : roomy();
     config.params[1].numel = 1'200'000;
-    config.device_bytes = 256 * kPage, config.host_bytes *= 8;
+    config.device_bytes = 256 * kPage, config.host_bytes *= few_frames ? 2 : 8;
     const std::vector<float> expected = trained(1, 3, config, {}, {}, 4)[0];
     if (seed % 3 == 1) config.update = UpdateMode::in_backward;
     if (seed % 3 == 2) config.update = UpdateMode::lock_free;
@@ -158,7 +160,9 @@ TEST(RanksOnGpus, PagesOfOtherMachinesComeFromTheDeviceThatRelaysThem) {
       EXPECT_EQ(gpu.close(), "");
       return came.load();
     };
-    EXPECT_GT(2 * came_among(Hosts::pairs), came_among(Hosts::one));
+    const std::uint64_t came = came_among(Hosts::pairs);
+    EXPECT_GT(came, 0U);
+    if (!few_frames) EXPECT_GT(2 * came, came_among(Hosts::one));
   });
 }
 

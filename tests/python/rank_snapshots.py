@@ -216,6 +216,19 @@ def takes_halfway(run: Rank, series: str, where: str, **options: Any) -> str:
     return hash_of(model)
 
 
+def rotates_halfway(run: Rank, series: str, **options: Any) -> list[str]:
+    """One in the middle of the accumulation of each step, of which the newest stays. What is there
+    in the end."""
+    model, optimizer = start(run, make_model(), **options)
+    for _ in range(5):
+        _accumulates(run, model, 0)
+        strata.snapshot(model, series, keep=1).wait(SERIES_S)
+        _accumulates(run, model, 1)
+        optimizer.step()
+        optimizer.zero_grad()
+    return sorted(entry.name for entry in Path(series).iterdir())
+
+
 def takes_waiting(run: Rank, series: str, **options: Any) -> None:
     """One in the middle of an accumulation, whose gradients become those of an earlier step that
     wait for their update, as LockFree may leave them."""

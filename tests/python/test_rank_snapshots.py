@@ -79,6 +79,15 @@ def test_a_snapshot_goes_on_under_any_number_of_ranks(
     assert same(each(found, "hash")) == one["hash"]
 
 
+@pytest.mark.parametrize("declared", [{}, {"snapshots": 1, "gradient_accumulation_steps": 2}])
+def test_a_series_has_room_for_gradients(
+    ranks: Ranks, tmp_path: Path, ssd: dict[str, Any], declared: dict[str, int]
+) -> None:
+    series = str(tmp_path / "run")
+    found = ranks.run("rank_snapshots.rotates_halfway", 2, series=series, **ssd, **declared)
+    assert [len(there) for there in found] == [1, 1]
+
+
 @pytest.mark.parametrize("staleness", [1, thorough(0), thorough(3)])
 def test_updates_that_lag_are_part_of_one(
     ranks: Ranks, tmp_path: Path, ssd: dict[str, Any], staleness: int
