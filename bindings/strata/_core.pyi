@@ -62,8 +62,8 @@ class StrataError(RuntimeError):
     tier: str
     path: str
     offset: int
-    # Where budgets cannot work: when in the step ("forward of layers.11"), the units in use then, and
-    # bytes: needed, there, of these for snapshots, and that would do. Otherwise empty, and 0.
+    # Where budgets cannot work: when in the step ("forward of layers.11"), the units in use, and
+    # bytes: needed, there, of those for snapshots, and that would do. Otherwise empty, and 0.
     moment: str
     units: list[str]
     needed_bytes: int

@@ -11,6 +11,7 @@
 
 #include "damaged_ring.hpp"
 #include "doubles/faulty_engine.hpp"
+#include "doubles/late_copies.hpp"
 #include "doubles/lending_memory.hpp"
 #include "engine/session.hpp"
 #include "offload/storage/memory_engine.hpp"
@@ -86,7 +87,11 @@ class SimulatedRank final {
 
   void open() {
     SessionParts parts;
-    parts.device = lending_host(nullptr, CopyMode::polled);
+    Device device = lending_host(nullptr, CopyMode::polled);
+    const std::size_t lateness = 1 + static_cast<std::size_t>(below(8));
+    parts.device = {std::make_unique<LateCopies>(std::move(device.copies),
+                                                 [this, lateness] { return below(lateness) == 0; }),
+                    std::move(device.memory)};
     faulty_ = disk_.get();
     parts.io_engine = std::move(disk_);
     parts.threads = false;

@@ -124,6 +124,8 @@ def test_what_ranks_cannot_do_is_refused_on_all_of_them(
     found = same(on_ranks(launcher, "refusals", tmp_path))
     assert "is in DistributedDataParallel" in found["wrap of DDP"]
     assert "model.module" in found["wrap of DDP"]
+    assert "is in FSDPModule" in found["wrap of FSDP"]
+    assert "leave fully_shard() out" in found["wrap of FSDP"]
     assert "leave it out" in found["DDP of wrapped"]
     assert "dtype=torch.bfloat16" in found["plain autocast"]
     assert found["DDP of unwrapped"] == "nothing"

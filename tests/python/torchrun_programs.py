@@ -21,6 +21,8 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from strata.integrations.transformers import TrainerMixin
 from torch import distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
@@ -273,6 +275,10 @@ def refusals(folder: Path, ranks: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     ddp = nn.parallel.DistributedDataParallel(llama())
     found["wrap of DDP"] = _said(lambda: strata.wrap(ddp, torch.optim.AdamW(ddp.parameters())))
+    sharded = llama()
+    fully_shard(sharded, mesh=init_device_mesh("cpu", (ranks,)))
+    optimizer = torch.optim.AdamW(sharded.parameters())
+    found["wrap of FSDP"] = _said(lambda: strata.wrap(sharded, optimizer))
     model = llama()
     model, _ = strata.wrap(model, torch.optim.AdamW(model.parameters()), memory=MEMORY)
     found["DDP of wrapped"] = _said(lambda: nn.parallel.DistributedDataParallel(model))
