@@ -10,6 +10,7 @@ import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 from .peers.child import Answer, Child
 
@@ -25,6 +26,7 @@ class Group:
         threads: int = 1,
         env: Callable[[int], Mapping[str, str]] = lambda rank: {},
         inside: Callable[[int], Sequence[str]] = lambda rank: (),
+        python: Path = Path(sys.executable),
     ) -> None:
         """`module` is run with the arguments. By rank, `env` goes on top of the environment, and
         `inside` ahead of the command."""
@@ -37,7 +39,7 @@ class Group:
             if ranks > 1:
                 of |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
                 of |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-            command = [*inside(rank), sys.executable, "-m", module, *arguments]
+            command = [*inside(rank), str(python), "-m", module, *arguments]
             return Child(command, {**of, **env(rank)})
 
         self._pool = ThreadPoolExecutor(ranks)

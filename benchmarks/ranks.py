@@ -1,6 +1,6 @@
 """Ranks of this machine that share one host tier: a step of two ranks with a thread each over a
-step of one process with two, for the same global batch; FSDP2 with two ranks beside them; and the
-memory of one, two and four. Sides take turns.
+step of one process with two, for the same global batch; FSDP2, and DeepSpeed's ZeRO-3, with two
+ranks beside them; and the memory of one, two and four. Sides take turns.
 """
 
 import statistics
@@ -9,10 +9,12 @@ from contextlib import ExitStack, closing
 
 from .common import Context, Figure, median_ratio, take_turns
 from .network import Network
+from .peers import environment
 from .rank_group import Group
 
 TARGETS = {2048: 1.05, 128: 1.3}  # of the step, by tokens of the global batch
-FSDP2_TARGET = 2.0  # how much faster, at 128 tokens
+PEERS = {"fsdp2": 2.0, "deepspeed": None}  # how much faster, at 128 tokens
+SETTINGS = ("DS_ACCELERATOR", "TORCH_EXTENSIONS_DIR")  # of DeepSpeed's environment
 HOST_TARGET, PROCESS_TARGET = 1.05, 1.1
 SEQUENCES = 4  # of the global batch: each rank has as many
 WARM_UP_STEPS = 3
@@ -26,11 +28,19 @@ def training_group(
     threads: int,
     network: Network | None = None,
 ) -> Group:
-    """Ranks that train a Llama by strata or under FSDP2; each on its host of a network, if any."""
+    """Ranks that train a Llama by strata or a peer; each on its host of a network, if any."""
     arguments = [
         *(side, f"--tokens={tokens}", f"--seed={context.seed}", f"--sequences={SEQUENCES}"),
         *(f"--threads={threads}", *(["--quick"] if context.quick else [])),
     ]
+    if side == "deepspeed":
+        python = environment.python(context)
+        own = environment.variables(threads)
+        taken = {name: own[name] for name in (*SETTINGS, "PATH", "PYTHONPATH")}
+        env = {**taken, "LOCAL_SIZE": str(ranks)}
+        return Group(
+            "benchmarks.ranks_child", arguments, ranks, threads, lambda rank: env, python=python
+        )
     if network is None:
         return Group("benchmarks.ranks_child", arguments, ranks, threads)
     return Group("benchmarks.ranks_child", arguments, ranks, threads, network.env, network.inside)
@@ -48,6 +58,8 @@ def _steps(context: Context, tokens: int, target: float | None) -> Iterator[Figu
     sides = {"one": ("strata", 1, 2), "two": ("strata", 2, 1)}
     if tokens < 1024:
         sides["fsdp2"] = ("fsdp2", 2, 1)
+        if not context.quick:
+            sides["deepspeed"] = ("deepspeed", 2, 1)
     with ExitStack() as stack:
         steps: dict[str, Callable[[], float]] = {}
         for name, (side, ranks, threads) in sides.items():
@@ -62,11 +74,11 @@ def _steps(context: Context, tokens: int, target: float | None) -> Iterator[Figu
         yield Figure("ranks", f"{name}_{tokens}_tokens", statistics.median(seconds), "s")
     ratio = median_ratio(taken["two"], taken["one"])
     yield Figure("ranks", f"two_over_one_{tokens}_tokens", ratio, "x", target, bound=1)
-    if "fsdp2" in taken:
-        speed = median_ratio(taken["fsdp2"], taken["two"])
-        wanted = None if target is None else FSDP2_TARGET
+    for peer in taken.keys() & PEERS.keys():
+        speed = median_ratio(taken[peer], taken["two"])
+        wanted = None if target is None else PEERS[peer]
         yield Figure(
-            "ranks", f"speed_over_fsdp2_{tokens}_tokens", speed, "x", wanted, better="higher"
+            "ranks", f"speed_over_{peer}_{tokens}_tokens", speed, "x", wanted, better="higher"
         )
 
 

@@ -1,9 +1,10 @@
 """A child of the benches ranks and wire: one rank, or one process that is alone, trains a Llama by
-strata or under FSDP2, a step at a time. Its memory is that which an idle process has not, less what
+strata or by a peer, a step at a time. Its memory is that which an idle process has not, less what
 it used of the device, which each rank has of its own."""
 
 import argparse
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,16 @@ def open_fsdp2(model: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), fused=True, **ADAMW)  # type: ignore[arg-type]
 
 
+def open_peer(side: str, model: Any, batch: torch.Tensor) -> Callable[[], object]:
+    """A step of it."""
+    if side == "deepspeed":
+        from .peers.zero import Zero
+
+        return Zero(model, batch, None, **ADAMW).step
+    optimizer = open_fsdp2(model)
+    return lambda: train_step(model, optimizer, batch)
+
+
 def wire_bytes(model: torch.nn.Module) -> Answer:
     """Sent to other machines so far, by strata and by the interface; and what a step has to send:
     bytes of the parameters that this rank owns, to each other machine once, for they change between
@@ -95,7 +106,7 @@ def proportional_bytes() -> int:
 def main() -> None:
     """Answers "step" with seconds, "memory" with bytes, and "wire" with bytes sent so far."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("side", choices=["strata", "fsdp2"])
+    parser.add_argument("side", choices=["strata", "fsdp2", "deepspeed"])
     for name in ("tokens", "seed", "threads", "sequences"):
         parser.add_argument(f"--{name}", type=int, required=True)
     parser.add_argument("--quick", action="store_true")
@@ -103,7 +114,7 @@ def main() -> None:
     answers = claim_stdout()
     torch.set_num_threads(options.threads)
     rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    if ranks > 1:
+    if ranks > 1 and options.side != "deepspeed":  # which does so by itself
         dist.init_process_group("gloo")
     torch.optim.AdamW([torch.zeros(1)])  # for which PyTorch loads its compiler, 90 MB of it
     idle = proportional_bytes()
@@ -129,7 +140,7 @@ def main() -> None:
             return wire_bytes(side.model)
 
     else:
-        optimizer = open_fsdp2(model)
+        train = open_peer(options.side, model, batch)
 
         def memory() -> Answer:
             return {"host": 0, "process": proportional_bytes() - idle}
@@ -138,7 +149,7 @@ def main() -> None:
             return {}
 
         def step() -> Answer:
-            return {"seconds": seconds_of(lambda: train_step(model, optimizer, batch))}
+            return {"seconds": seconds_of(train)}
 
     serve(answers, {"step": step, "memory": memory, "wire": wire})
     os._exit(0)

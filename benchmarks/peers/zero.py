@@ -1,5 +1,5 @@
 """A training side under DeepSpeed: ZeRO-3 with optimizer and parameters in host memory, or with the
-optimizer's state on the SSD. One rank, on the processor.
+optimizer's state on the SSD. On the processor: one rank, or those that a launcher has started.
 """
 
 import os
@@ -67,7 +67,7 @@ class Zero:
 
         with socket.socket() as any_port:
             any_port.bind(("127.0.0.1", 0))
-            os.environ["MASTER_PORT"] = str(any_port.getsockname()[1])
+            os.environ.setdefault("MASTER_PORT", str(any_port.getsockname()[1]))
         self.batch = batch
         optimizer = DeepSpeedCPUAdam(model.parameters(), **adamw)
         self.engine, *_ = deepspeed.initialize(
