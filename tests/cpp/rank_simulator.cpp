@@ -87,11 +87,9 @@ class SimulatedRank final {
 
   void open() {
     SessionParts parts;
-    Device device = lending_host(nullptr, CopyMode::polled);
     const std::size_t lateness = 1 + static_cast<std::size_t>(below(8));
-    parts.device = {std::make_unique<LateCopies>(std::move(device.copies),
-                                                 [this, lateness] { return below(lateness) == 0; }),
-                    std::move(device.memory)};
+    parts.device = with_late_copies(lending_host(nullptr, CopyMode::polled),
+                                    [this, lateness] { return below(lateness) == 0; });
     faulty_ = disk_.get();
     parts.io_engine = std::move(disk_);
     parts.threads = false;
@@ -120,11 +118,7 @@ class SimulatedRank final {
     world_.clock.advance(10'000);
     world_.network.carry(world_.clock.now_ns());
     if (rank_ == world_.script.culprit) trouble();
-    if (world_.turns.handed() > world_.last_call + kHang) {
-      std::string all;
-      for (const char* doing : world_.doing) all += std::string(" ") + doing;
-      throw Broken{"a hang:" + all};
-    }
+    if (world_.turns.handed() > world_.last_call + kHang) throw Broken{world_.hang()};
     world_.turns.pass(rank_);
   }
 

@@ -41,6 +41,12 @@ struct World {
   }
 
   std::size_t drawn(std::size_t end) { return below(random, end); }
+  // In words: what each rank does.
+  std::string hang() const {
+    std::string all = "a hang:";
+    for (const char* of : doing) all += std::string(" ") + of;
+    return all;
+  }
 
   std::mt19937_64 random;
   const Trouble trouble;

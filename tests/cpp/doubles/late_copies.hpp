@@ -4,7 +4,7 @@
 //
 // Threads: as CopyEngine says.
 //
-//   device.copies = std::make_unique<LateCopies>(std::move(device.copies), [&] { return draw(); });
+//   parts.device = with_late_copies(std::move(device), [&] { return draw(); });
 #pragma once
 
 #include <algorithm>
@@ -14,6 +14,7 @@
 #include <utility>
 
 #include "memory/copy_engine.hpp"
+#include "memory/device.hpp"
 
 namespace strata {
 
@@ -46,5 +47,10 @@ class LateCopies final : public CopyEngine {
   std::function<bool()> says_;
   CopyTicket said_{};
 };
+
+inline Device with_late_copies(Device device, std::function<bool()> says) {
+  return {std::make_unique<LateCopies>(std::move(device.copies), std::move(says)),
+          std::move(device.memory)};
+}
 
 }  // namespace strata
