@@ -10,6 +10,8 @@ namespace {
 // A frame with so much behind it takes no further message: small pages share a frame, and large
 // ones are there as soon as they have come.
 constexpr std::size_t kFrameBytes = 4 * kMiB;
+// Who has patience has it for so many bytes at a time: a slow network is no silent rank.
+constexpr std::size_t kPieceBytes = 8 * kMiB;
 constexpr auto kFullAgain = std::chrono::microseconds(100);
 // Boards have counts that are read as one word.
 constexpr std::size_t kBoardAlign = 64;
@@ -36,6 +38,14 @@ bool is_odd(const PeerMessage& message) {
   if (message.kind != PeerMessage::Kind::grant || message.dtype == 0) return false;
   const auto dtype = coded(message);
   return !dtype || message.bytes % size_of(*dtype) != 0 || message.at % kKernelPageBytes != 0;
+}
+
+template <typename Byte>
+void add_pieces(std::vector<std::span<Byte>>& pieces, std::span<Byte> bytes) {
+  for (; bytes.size() > kPieceBytes; bytes = bytes.subspan(kPieceBytes)) {
+    pieces.push_back(bytes.first(kPieceBytes));
+  }
+  pieces.push_back(bytes);
 }
 
 std::size_t codes_bytes(const PeerMessage& message, Dtype dtype) {
@@ -145,7 +155,7 @@ void Courier::send_bytes(const Head& head, const Head& ahead) {
   std::vector<std::span<const std::byte>> pieces = {std::as_bytes(std::span(&ahead, 1))};
   std::size_t coded_so_far = 0;
   for (const PeerMessage& message : head.said()) {
-    if (message.bytes != 0) pieces.push_back(sent_for(message, coded_so_far));
+    if (message.bytes != 0) add_pieces(pieces, sent_for(message, coded_so_far));
   }
   wire_.send(other_, pieces, times_.patience);
 }
@@ -228,7 +238,7 @@ void Courier::expect_bytes(Coming& frame, CodesOfFrame& codes) {
       frame.coded_pages.push_back({come, *dtype, room});
       room = come;
     }
-    rooms.push_back(room);
+    add_pieces(rooms, room);
   }
   frame.bytes_arrival = rooms.empty() ? nullptr : wire_.expect(other_, rooms);
 }

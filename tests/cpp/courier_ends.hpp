@@ -31,9 +31,10 @@ inline constexpr std::size_t kBoard = 1024;
 
 // One of two ranks, each on a machine of its own.
 struct End {
-  End(WireLoopback& wires, std::uint32_t rank, std::chrono::milliseconds patience = 5s)
+  End(WireLoopback& wires, std::uint32_t rank, std::chrono::milliseconds patience = 5s,
+      std::size_t memory_bytes = kMemory)
       : wire(wires.wire(rank)),
-        memory("test-memory", kMemory),
+        memory("test-memory", memory_bytes),
         board("test-board", kKernelPageBytes),
         relayed("test-relayed", 2 * kKernelPageBytes),
         inboxes(std::make_unique<MessageRing[]>(2)),
@@ -44,7 +45,7 @@ struct End {
                  .relayed = relayed.bytes(),
                  .inbox = &inboxes[1 - rank],
                  .bell = &bell},
-                kMemory, {.beat = 20ms, .patience = patience}) {
+                memory_bytes, {.beat = 20ms, .patience = patience}) {
     std::vector<Seat> seats(2);
     seats[rank] = {
         .inbox = inboxes.get(), .board = board.bytes().first(kBoard), .memory = memory.bytes()};

@@ -165,6 +165,21 @@ TEST(Courier, BothMayPartAtOnce) {
   }
 }
 
+// All of it takes longer than anybody waits for what is silent, and no part of it does.
+TEST(Courier, WhoSendsALargePageOverASlowNetworkIsNotLost) {
+  constexpr std::size_t kBytes = 24 * kMiB;
+  WireLoopback wires(2, {.bytes_s = 16e6});
+  End one(wires, 0, 1s, kBytes), two(wires, 1, 1s, kBytes);
+  one.courier.start();
+  two.courier.start();
+  one.memory.bytes().back() = std::byte{9};
+  one.peers->send(1, {.kind = PeerMessage::Kind::piece, .bytes = kBytes});
+  const auto message = two.hear();
+  ASSERT_TRUE(message);
+  EXPECT_EQ(two.peers->bytes(0, 0, kBytes)[kBytes - 1], std::byte{9});
+  EXPECT_FALSE(one.courier.lost() || two.courier.lost());
+}
+
 TEST(Courier, WhoIsSilentIsLost) {
   WireLoopback wires(2);
   End one(wires, 0, 200ms), two(wires, 1);
