@@ -16,13 +16,13 @@ import torch
 from torch import nn
 
 from . import _core
-from ._config.alike import check_alike
+from ._config.alike import check_alike, check_fitted
 from ._config.budgets import device_goal
 from ._config.choices import INIT, OF_SEVERAL_MACHINES
 from ._config.device import say_slow_dtypes
 from ._config.managed import check_parameters
 from ._config.options import Options
-from ._config.ranks import find_ranks, naming_lost
+from ._config.ranks import all_or_none, find_ranks, naming_lost
 from ._config.sharding import check_sharded, take_shards, trains_alone
 from ._config.sizes import format_count, format_size
 from ._config.wire import Wire
@@ -48,6 +48,7 @@ from ._storage.stored import stored_tensors
 from ._storage.torchao_tensors import codes_of, parts_of
 from ._torch_compat import is_nf4
 from .nn.replace import release_originals
+from .nn.tiles import Tiled
 
 log = logging.getLogger("strata")
 
@@ -141,9 +142,13 @@ def _log_choices(state: Wrapped) -> None:
 def _start(
     model: nn.Module, optimizer: torch.optim.Optimizer, options: Options, undo: Undo
 ) -> Wrapped:
-    weight_files.check_values(model, options.weights)
     # 1. Room, and the values in it.
-    config, hooked, _ = fit(model, optimizer, options, _core.plan)
+    options.look_at_machine()
+    with all_or_none(options.ranks):
+        weight_files.check_values(model, options.weights)
+        config, hooked, _ = fit(model, optimizer, options, _core.plan)
+    if options.ranks is not None:
+        check_fitted(options.ranks, config, sum(isinstance(of, Tiled) for of in model.modules()))
     say_slow_dtypes(config["device"], {param["dtype"] for param in config["params"]})
     gc.collect()  # wrapped models that nobody can reach any more still have frames and files
     await_collected()

@@ -15,6 +15,10 @@ bool Lender::asked(std::uint32_t rank, const PeerMessage& ask) {
   if (relayed && !base_.relay->asked(rank, page, ask.step, ask.count, !by_device)) return false;
   if (relayed && !by_device) return true;
   if (!relayed && !base_.owns.mine(base_.layout.chunk_of[ask.what])) return false;
+  // The relay has sent it on since, and got it from its holder.
+  std::erase_if(loans_, [&](const Loan& loan) {
+    return loan.relayed && loan.rank == rank && loan.page == page;
+  });
   loans_.push_back({.rank = rank,
                     .page = page,
                     .step = ask.step,

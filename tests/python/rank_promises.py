@@ -253,19 +253,47 @@ def stays(run: Rank, steps: int = 1000, **options: Any) -> str:
     return hash_of(model)
 
 
+def _odd_model(run: Rank, what: str) -> nn.Module:
+    """Of which rank 1 has another one than the others."""
+    odd = run.rank == 1
+    model: nn.Module = make_model(2 if what in ("models", "core") and odd else 3)
+    if what == "buffers" and not odd:
+        model.register_buffer("seen", torch.zeros(4))
+    if what == "sizes of buffers":
+        model.register_buffer("seen", torch.zeros(40 if odd else 4))
+    if what == "frozen" and odd:
+        model[0].requires_grad_(False)  # type: ignore[operator]
+    if what == "tensor":
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor import DTensor, Partial
+
+        mesh = init_device_mesh("cpu", (run.ranks,), mesh_dim_names=("tp",))
+        linear: Any = model[0][0]  # type: ignore[index]
+        linear.weight = nn.Parameter(DTensor.from_local(linear.weight.detach(), mesh, [Partial()]))
+    return model
+
+
 def is_refused(run: Rank, what: str) -> list[str]:
     """What is said where ranks cannot train together."""
     odd = run.rank == 1
     options: dict[str, Any] = {}
-    model: nn.Module = make_model()
+    model = _odd_model(run, what)
     if what == "core":
         from strata import _opening
 
-        _opening.check_alike = lambda *_: None
-    if what in ("models", "core") and odd:
-        model = make_model(2)
-    if what == "frozen" and odd:
-        model[0].requires_grad_(False)  # type: ignore[operator]
+        _opening.check_alike = _opening.check_fitted = lambda *_: None
+    if what in ("tiles", "infeasible"):
+        small = {"device": "64KiB" if what == "tiles" else "4KiB"}
+        options["memory"] = {"host": "96MiB"} | (small if odd else {})
+    if what == "units" and odd:
+        options["units"] = ["0.0"]
+    optimizer: Any = torch.optim.SGD if what == "rules" and odd else torch.optim.AdamW
+    if what == "folder" and not odd:
+        from strata._config import ranks
+
+        ranks._meeting_folder = _no_folder
+    if what == "lending" and odd:
+        os.environ["STRATA_GPU_LENDING"] = "often"
     if what == "dtypes" and odd:
         options["dtype"] = torch.bfloat16
     if what == "pages" and odd:
@@ -295,13 +323,6 @@ def is_refused(run: Rank, what: str) -> list[str]:
         options |= {"weights": "init", "seed": run.rank}
     if what in ("weights", "missing", "no weights", "seeds"):
         model = model.to("meta")
-    if what == "tensor":
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.tensor import DTensor, Partial
-
-        mesh = init_device_mesh("cpu", (run.ranks,), mesh_dim_names=("tp",))
-        linear: Any = model[0][0]  # type: ignore[index]
-        linear.weight = nn.Parameter(DTensor.from_local(linear.weight.detach(), mesh, [Partial()]))
     if what == "files" and odd:
         most = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, most))
@@ -311,10 +332,14 @@ def is_refused(run: Rank, what: str) -> list[str]:
         resource.setrlimit(resource.RLIMIT_NOFILE, (used + 2, most))
     before = time.monotonic()
     try:
-        wrap(run, model, **options)
+        strata.wrap(model, optimizer(model.parameters(), lr=1e-2), **options)
     except (ValueError, RuntimeError, OSError) as error:
         return [type(error).__name__, str(error), str(time.monotonic() - before)]
     return ["none", "", ""]
+
+
+def _no_folder() -> str:
+    raise PermissionError("no room to meet")
 
 
 def ends_ahead(run: Rank, where: str) -> None:

@@ -135,6 +135,11 @@ def test_ctrl_c_ends_all_and_leaves_nothing(ranks: Ranks, tmp_path: Path, who: l
             r"parameter '2.0.weight' is float32 \[288, 96\] on rank 0 and missing on rank 1",
         ),
         ("frozen", r"'0.0.weight' is .* on rank 0 and float32 \[288, 96\] frozen on rank 1"),
+        ("buffers", r"buffer 'seen' is float32 \[4\] on rank 0 and missing on rank 1"),
+        ("sizes of buffers", r"'seen' is float32 \[4\] on rank 0 and float32 \[40\] on rank 1"),
+        ("tiles", r"layers in tiles, .*'device'.*, is 0 on rank 0 and [1-9]\d* on rank 1"),
+        ("units", r"number of units is \d+ on rank 0 and \d+ on rank 1"),
+        ("rules", "the optimizer is adamw on rank 0 and sgd on rank 1"),
         ("dtypes", "dtype is None on rank 0 and torch.bfloat16 on rank 1"),
         ("pages", "page_size is auto on rank 0 and 128.0 KiB on rank 1"),
         ("budgets", r"memory\['host'\].* is 96.0 MiB on rank 0 and 64.0 MiB on rank 1"),
@@ -161,6 +166,26 @@ def test_what_ranks_cannot_train_together_is_named_by_all(
     assert second[0] == ("FileNotFoundError" if what == "missing" else "ValueError")
     for _, said, _ in (first, second):
         assert re.search(words, said), said
+
+
+@pytest.mark.parametrize(
+    ("what", "who", "words"),
+    [
+        ("infeasible", 1, "StrataError: infeasible: .*device|^infeasible: .*device"),
+        ("lending", 1, "STRATA_GPU_LENDING is 'often': it is one of faster, always, never"),
+        ("folder", 0, "no room to meet"),
+    ],
+)
+def test_what_one_rank_refuses_by_itself_all_say(
+    ranks: Ranks, what: str, who: int, words: str
+) -> None:
+    found = ranks.run("rank_promises.is_refused", 2, what=what)
+    for rank, (kind, said, seconds) in enumerate(found):
+        assert re.search(words, said), said
+        assert float(seconds) < SOON_S
+        if rank != who:
+            assert kind == "ValueError"
+            assert f"refused on rank {who}: " in said
 
 
 def test_what_the_core_compares_is_named_by_all(ranks: Ranks) -> None:

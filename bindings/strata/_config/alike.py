@@ -1,6 +1,7 @@
 """Whether all ranks are to train the same: asked ahead of everything that takes memory.
 
     check_alike(ranks, options, check, model)     # every rank; all of them raise, or none
+    check_fitted(ranks, config, tiled)            # likewise, once each knows how the model fits
 
 `check` raises for what cannot be trained at all, and says by name what else is to be the same.
 
@@ -22,10 +23,13 @@ from torch import nn
 
 from .. import _core
 from .._torch_compat import is_dtensor
+from .choices import HOST
+from .ranks import all_or_none
 from .sharding import Sharding
 from .sizes import format_size, parse_budgets, parse_size
 
 if TYPE_CHECKING:
+    from .._core import Config
     from .options import Options
     from .ranks import Ranks
 
@@ -41,26 +45,44 @@ def check_alike(
 ) -> None:
     """Runs `check`, and compares the ranks. Raises what it raises, and on the other ranks
     ValueError; where ranks differ, ValueError with the first that does, and in what."""
-    try:
+    with all_or_none(ranks):
         facts = check()
         options.check()
-        said: dict[str, Any] = {"facts": _facts(options) | facts, "error": ""}
-        parameters = _parameters(model)
-    except Exception as error:
-        ranks.hear({"error": f"{type(error).__name__}: {error!s:.1000}"})
-        raise
-    said["parameters"] = hashlib.sha256(json.dumps(parameters).encode()).hexdigest()
-    heard = ranks.hear(said)
-    for rank, other in enumerate(heard):
-        if other["error"]:
-            raise ValueError(f"strata.wrap() was refused on rank {rank}: {other['error']}")
+        facts = _facts(options) | facts
+        tensors = _tensors(model)
+    heard = ranks.hear({"facts": facts, "tensors": _digest(tensors)})
     for rank, other in enumerate(heard):
         if other["facts"] != heard[0]["facts"]:
             raise ValueError(_refusal(_different(heard[0]["facts"], other["facts"], rank)))
-    if any(other["parameters"] != heard[0]["parameters"] for other in heard):
-        of = ranks.hear(parameters)
+    if any(other["tensors"] != heard[0]["tensors"] for other in heard):
+        of = ranks.hear(tensors)
         rank = next(i for i, other in enumerate(of) if other != of[0])
         raise ValueError(_refusal(_different(dict(of[0]), dict(of[rank]), rank)))
+
+
+def check_fitted(ranks: Ranks, config: Config, tiled: int) -> None:
+    """Compares what became of the model on each rank. `tiled`: layers that are cut into tiles."""
+    units = [(param["unit"], param["name"]) for param in config["params"]]
+    groups = [param["group"] for param in config["params"]]
+    forms = [param.get("stored") for param in config["params"]]
+    facts = {
+        "the number of layers in tiles, which memory['device'] asks for,": str(tiled),
+        "the page size, which budgets ask for,": format_size(config["page_bytes"]),
+        "the number of units": str(len(config["units"])),
+        "what computes": HOST if config["device"] == HOST else "a GPU",
+        "units=": _digest(units),
+        "the optimizer": " ".join(group["rule"] for group in config["groups"]),
+        "param_groups of the optimizer": _digest(groups),
+        "frozen=": _digest(forms),
+    }
+    heard = ranks.hear(facts)
+    for rank, other in enumerate(heard):
+        if other != heard[0]:
+            raise ValueError(_refusal(_different(heard[0], other, rank)))
+
+
+def _digest(values: Any) -> str:
+    return hashlib.sha256(json.dumps(values, default=str).encode()).hexdigest()[:8]
 
 
 def _facts(options: Options) -> dict[str, str]:
@@ -82,17 +104,22 @@ def _facts(options: Options) -> dict[str, str]:
     }
 
 
-def _parameters(model: nn.Module) -> list[tuple[str, str]]:
-    """Names, and what they are."""
-    return [
+def _tensors(model: nn.Module) -> list[tuple[str, str]]:
+    """Names of parameters and buffers, and what they are."""
+    parameters = [
         (
             f"parameter {name!r}",
-            f"{str(p.dtype).removeprefix('torch.')} {list(p.shape)}"
+            _said(p)
             + " frozen" * (not p.requires_grad)
             + (Sharding.of(p).said() if is_dtensor(p) else ""),  # type: ignore[arg-type]
         )
         for name, p in model.named_parameters()
     ]
+    return parameters + [(f"buffer {name!r}", _said(b)) for name, b in model.named_buffers()]
+
+
+def _said(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
 
 
 def _different(first: dict[str, str], other: dict[str, str], rank: int) -> list[str]:
@@ -102,7 +129,7 @@ def _different(first: dict[str, str], other: dict[str, str], rank: int) -> list[
         f"{what} is {first.get(what, none)} on rank 0 and {other.get(what, none)} on rank {rank}"
         for what in {**first, **other}
         if first.get(what) != other.get(what)
-    ] or [f"parameters come in another order on rank {rank} than on rank 0"]
+    ] or [f"parameters or buffers come in another order on rank {rank} than on rank 0"]
 
 
 def _refusal(differences: list[str]) -> str:

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from . import device, machine
+from . import device
 from .options import FREE_SHARE, Options
 from .ranks import plans_of_all
 from .sizes import TIERS, format_size, parse_budgets
@@ -39,7 +39,7 @@ def choose_budgets(
         raise ValueError("memory={'ssd': ...} needs ssd_path= as well")
     # 1. The SSD: only where a path is given, and then everything that rests may rest there.
     if config["ssd_paths"]:
-        there = options.least(_default_ssd_bytes(config)) // options.shared_by()
+        there = _default_ssd_bytes(config, options) // options.shared_by()
         config["ssd_bytes"] = given.get("ssd", there)
     # 2. Device and host: what the model needs, if the machine has it.
     free = options.free_host_bytes()
@@ -96,7 +96,7 @@ def gradients_rest(config: Config) -> bool:
     return config["accumulate"] or config["update"] == "lock_free"
 
 
-def _default_ssd_bytes(config: Config) -> int:
+def _default_ssd_bytes(config: Config, options: Options) -> int:
     """Room for all that rests: parameter, residual or master, two moments, gradient; and for
     snapshots, which hold what is trained once each, with gradients that rest behind a step, and
     what is frozen once."""
@@ -107,7 +107,7 @@ def _default_ssd_bytes(config: Config) -> int:
     if kept := config["snapshots"]:
         of_each = 14 + 4 * gradients_rest(config)
         need += (kept + 1) * (of_each * trained + whole_pages) + 4 * frozen + whole_pages
-    return min(need, int(machine.free_disk_bytes(config["ssd_paths"]) * DISK_SHARE))
+    return min(need, int(options.free_disk_bytes() * DISK_SHARE))
 
 
 def _share_text(size: int, options: Options) -> str:

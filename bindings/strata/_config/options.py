@@ -86,6 +86,7 @@ class Options:
     rank_sums: str = "ranks"
     rank_timeout: float | None = None
     ranks: Ranks | None = None  # none of wrap()'s: those of rank_group
+    free: tuple[int, int] | None = None  # in host memory, and on the SSD, as all ranks see it
 
     def check(self) -> None:
         """Raises for a value that can be seen to be wrong by itself."""
@@ -146,14 +147,26 @@ class Options:
         """Ranks among which the machine's host memory, SSD and processors are shared."""
         return self.ranks.together if self.ranks is not None else 1
 
-    def least(self, number: int) -> int:
-        """Of what the machine has free now: ranks look at different moments, and must choose the
-        same budgets."""
-        return self.ranks.least(number) if self.ranks is not None else number
+    def look_at_machine(self) -> None:
+        """What all ranks find free from here on: they look at different moments, and must choose
+        the same budgets. All of them come here, ahead of what a rank does in its own way."""
+        if self.ranks is not None:
+            self.free = (self.ranks.least(self._free_host()), self.ranks.least(self._free_disk()))
 
     def free_host_bytes(self) -> int:
         """What is taken of its own accord by this process."""
-        return self.least(int(machine.free_host_bytes() * FREE_SHARE)) // self.shared_by()
+        free = self.free[0] if self.free else self._free_host()
+        return int(free * FREE_SHARE) // self.shared_by()
+
+    def free_disk_bytes(self) -> int:
+        """In the folders of the SSD, which ranks share."""
+        return self.free[1] if self.free else self._free_disk()
+
+    def _free_host(self) -> int:
+        return machine.free_host_bytes()
+
+    def _free_disk(self) -> int:
+        return machine.free_disk_bytes(self.ssd_paths()) if self.ssd_path is not None else 0
 
     def own_ssd_paths(self) -> list[str]:
         """Those of this rank, made where they are missing."""

@@ -153,6 +153,21 @@ def gpu_lending() -> str:
 
 
 @contextlib.contextmanager
+def all_or_none(ranks: Ranks | None) -> Iterator[None]:
+    """Where a rank raises inside, the others raise ValueError with its words. All ranks come here;
+    nobody asks the others for anything inside."""
+    try:
+        yield
+    except Exception as error:
+        if ranks is not None:
+            ranks.hear(f"{type(error).__name__}: {error!s:.1000}")
+        raise
+    for rank, why in enumerate(ranks.hear("") if ranks is not None else []):
+        if why:
+            raise ValueError(f"strata.wrap() was refused on rank {rank}: {why}")
+
+
+@contextlib.contextmanager
 def naming_lost(ranks: Ranks | None, when: str = AHEAD) -> Iterator[None]:
     """Around calls of torch.distributed, which says of a connection that was lost no more than its
     address. Raises StrataError in its place. `ranks`: where they are known."""
@@ -274,7 +289,13 @@ def _find_ranks(rank_group: Any) -> Ranks | None:
     said = found.hear({**_machine(), "pid": os.getpid()})
     machines = _named(said)
     here = _here(found.rank, found.count, machines)
-    folders = found.hear(_meeting_folder() if here[0] == found.rank else "")
+    with all_or_none(found):
+        own = _meeting_folder() if here[0] == found.rank else ""
+    try:
+        folders = found.hear(own)
+    except BaseException:
+        shutil.rmtree(own, ignore_errors=True)
+        raise
     if machines:
         log.info(
             "ranks of %d machines, which do not share memory: %s; pages and gradients go from one "

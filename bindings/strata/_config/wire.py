@@ -30,7 +30,9 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
 import re
+import socket
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
@@ -38,6 +40,7 @@ from typing import Any
 import torch
 from torch import distributed
 
+from .._errors import StrataError
 from .._torch_compat import default_store
 
 CONNECT = timedelta(seconds=60)
@@ -50,8 +53,8 @@ class Wire:
     """Threads: any; from a rank, and to it, one at a time."""
 
     def __init__(self, rank: int, machines: Sequence[str], run: str) -> None:
-        """`machines`: by rank; `run`: a name that no other run has. Raises RuntimeError where a
-        rank of another machine cannot be reached."""
+        """`machines`: by rank; `run`: a name that no other run has. Raises StrataError where a rank
+        of another machine does not come, or cannot be reached."""
         self.sent: dict[int, int] = {}  # by rank: bytes
         # By rank: groups of Gloo, of which the sender is the first. See Note [Both ways].
         self._there: dict[int, Any] = {}
@@ -62,7 +65,10 @@ class Wire:
                 continue
             for source, to in sorted([(rank, other), (other, rank)]):
                 store = distributed.PrefixStore(f"strata/{run}/{source}-{to}", default_store())
-                group = distributed.ProcessGroupGloo(store, int(rank == to), 2, CONNECT)
+                try:
+                    group = distributed.ProcessGroupGloo(store, int(rank == to), 2, CONNECT)
+                except RuntimeError as error:
+                    raise StrataError(_unreached(other, machines, rank, error)) from error
                 (self._there if source == rank else self._here)[other] = group
 
     def close(self) -> None:
@@ -113,6 +119,21 @@ class Arrival:
     def drop(self) -> None:
         """From here on nothing is written there."""
         self._works.clear()
+
+
+def _unreached(other: int, machines: Sequence[str], rank: int, error: RuntimeError) -> str:
+    chosen = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    over = (
+        f"the interface {chosen} (GLOO_SOCKET_IFNAME)"
+        if chosen
+        else f"the interface that the name {socket.gethostname()} leads to; GLOO_SOCKET_IFNAME in "
+        "the environment of a machine's ranks chooses another one"
+    )
+    return (
+        f"rank {other}, on {machines[other]}, did not come to train with rank {rank}, on "
+        f"{machines[rank]}, or cannot be reached: its own output says which. This one waited at "
+        f"{over} ({str(error).splitlines()[0]:.200})"
+    )
 
 
 def _trailer() -> torch.Tensor:
