@@ -44,6 +44,7 @@ from ._runtime.undo import Undo
 from ._runtime.wrapped import Slot, Wrapped
 from ._storage import weights as weight_files
 from ._storage.saved_file import stream_paged
+from ._storage.ssd_folders import Claim
 from ._storage.stored import stored_tensors
 from ._storage.torchao_tensors import codes_of, parts_of
 from ._torch_compat import is_nf4
@@ -143,6 +144,10 @@ def _start(
     model: nn.Module, optimizer: torch.optim.Optimizer, options: Options, undo: Undo
 ) -> Wrapped:
     # 1. Room, and the values in it.
+    claim = Claim()
+    undo.first(claim.close)
+    with all_or_none(options.ranks):
+        claim.take(options)
     options.look_at_machine()
     with all_or_none(options.ranks):
         weight_files.check_values(model, options.weights)
@@ -175,6 +180,7 @@ def _start(
         state.wire = wire
         state.coded_gathers = config["ranks"]["coded_gathers"]
         state.after_close.append(wire.close)
+    state.after_close.append(claim.close)
     _fill(state, options)
     if options.ranks is not None:  # nobody reads what is not written yet
         options.ranks.wait()

@@ -31,6 +31,23 @@ def bits(run: Rank, steps: int = 3, units: int = 3, **options: Any) -> str:
     return hash_of(model)
 
 
+def trains_two(run: Rank, **options: Any) -> list[str]:
+    """Two models at once, and a third when the first is gone; their parameters are the same."""
+    pairs = [wrap(run, make_model(), **options) for _ in range(2)]
+    strata.unwrap(pairs[0][0])
+    pairs[0] = wrap(run, make_model(), **options)
+    for model, optimizer in pairs:
+        train(run, model, optimizer, 2)
+    hashes = [hash_of(model) for model, _ in pairs]
+    assert hashes[0] == hashes[1]
+    return hashes
+
+
+def folders_apart(run: Rank, root: str, **options: Any) -> str:
+    """As bits(), each rank with an ssd_path of its own."""
+    return bits(run, ssd_path=f"{root}/{run.rank}", **options)
+
+
 class LateLander(Lander):
     """Gradients are on their way for a while when the backward is over, as those of a GPU are."""
 

@@ -20,11 +20,11 @@ from .._config.budgets import UNBOUNDED
 from .._config.choices import HOST, SPEED_OF
 from .._config.sizes import format_count, format_duration, format_size, write_size
 from .._planning import budget_check
-from .._planning.budget_check import remove_leftovers
 from .._planning.forecast import Forecast, forecast
 from .._planning.network import Network
 from .._profiling.calibrate import Calibration, Setup, calibration
 from .._report.report_text import wear_lines
+from .._storage.ssd_folders import remove_leftovers
 from .._storage.trace_file import load
 from .options import SPEEDS, budgets_of, wishes_of
 from .sharing import costs_of_rank, share_of, shared_among

@@ -4,22 +4,19 @@ now is warned of, and file systems that are no plain disk get a word of their ow
     for warning in check(sizes.parse_budgets(memory), "host", ["/mnt/nvme"]):
         log.warning("%s", warning)
     remarks(...)                                  # the same for a plan on paper: refuses nothing
-    remove_leftovers(paths)                       # ahead: swap files that killed processes left
 
 Needs no torch.
 """
 
 from __future__ import annotations
 
-import logging
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from .._config import machine
 from .._config.choices import HOST
 from .._config.machine import FileSystem
 from .._config.sizes import format_size
-from .._core import remove_leftovers as remove_leftovers_in
 from .._errors import StrataError
 
 MEMORY_KINDS = {"tmpfs", "ramfs"}
@@ -106,16 +103,3 @@ def _ssd(memory: Mapping[str, int], disks: Sequence[FileSystem]) -> tuple[str, i
     where = ", ".join(disk.mount for disk in disks)
     total = sum(disk.total_bytes for disk in disks)
     return f"ssd budget on {where}", budget, total, sum(disk.free_bytes for disk in disks)
-
-
-log = logging.getLogger("strata")
-
-
-def remove_leftovers(paths: Iterable[str | os.PathLike[str]]) -> None:
-    """Removes those in `paths` whose processes are dead, and says so in the log.
-
-    To be called before anybody looks at what the disk has free.
-    """
-    for path in paths:
-        for removed in remove_leftovers_in(os.fspath(path)):
-            log.warning("%s", removed)

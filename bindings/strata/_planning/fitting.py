@@ -21,11 +21,11 @@ from .._config.sharding import dtensor_of
 from .._config.sizes import format_size, parse_budgets
 from .._config.units import find_units
 from .._errors import StrataError, with_more
+from .._storage.ssd_folders import remove_leftovers
 from ..nn.causal_lm import why_not_chunked
 from ..nn.replace import put_tiles, remove_tiles
 from ..nn.tiles import Tiled, why_not
 from . import budget_check
-from .budget_check import remove_leftovers
 
 if TYPE_CHECKING:
     from .._core import Config, Plan

@@ -23,9 +23,10 @@ from ..._config.choices import HOST
 from ..._config.machine import ROOT
 from ..._config.sizes import format_size
 from ..._errors import StrataError
-from ..._planning.budget_check import KINDS, MEMORY_KINDS, remove_leftovers
+from ..._planning.budget_check import KINDS, MEMORY_KINDS
 from ..._profiling.disk_speed import disk_speeds
 from ..._report.report_text import format_decimal
+from ..._storage.ssd_folders import remove_leftovers
 
 OK, WARNING, BAD = "ok", "warning", "bad"
 MIXED_USE = 0.5  # of the memory free: below, other programs have most of it

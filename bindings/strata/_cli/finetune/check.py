@@ -24,8 +24,8 @@ from ..._config.options import Options as WrapOptions
 from ..._config.sizes import format_size, parse_budgets, parse_size, write_size
 from ..._errors import StrataError
 from ..._planning import budget_check
-from ..._planning.budget_check import remove_leftovers
 from ..._report.report_text import wear_lines
+from ..._storage.ssd_folders import remove_leftovers
 from ..estimate import Step, rehearse
 from ..options import wishes_of
 
