@@ -1,11 +1,14 @@
 """`strata plan` and `strata estimate` for several ranks of a machine."""
 
+from pathlib import Path
+
 import pytest
 import test_planner_commands as commands
 import torch
 from strata._cli import estimate as counting
 from strata._cli import main as cli
 from strata._cli import sharing
+from strata._config.choices import RANKS_MAX
 from strata._config.options import Options
 from strata._config.ranks import Ranks
 from strata._planning.network import Network, crossing_of
@@ -233,6 +236,11 @@ def test_gpus_lend_what_their_ranks_hold_or_relay(ask, ranks, part):
         ),
         (["--ranks", "2", "--rank-gathers", "int8"], "--rank-gathers is of several machines"),
         (["--ranks", "2", "--rank-sums", "machines"], "--rank-sums is of several machines"),
+        (["--ranks", "257"], "ranks on one machine can be 1 to 256, and not 257"),
+        (
+            ["--ranks", "514", "--machines", "2", "--link", "1GB/s"],
+            "ranks on one machine can be 1 to 256, and not 257",
+        ),
     ],
 )
 def test_ranks_that_cannot_be_asked_for_are_refused(trace_path, capsys, options, says):
@@ -269,6 +277,23 @@ def test_chunks_are_shared_out_on_paper_as_in_a_run(folder, ranks, dtype):
         assert sizes(on_paper) == sizes(run)
     else:  # last chunks have fewer pages of gradients than others
         assert held(on_paper) == pytest.approx(held(run), rel=0.25)
+
+
+def test_more_ranks_on_more_machines_can_be_asked_for(ask):
+    """The limit is of a machine, and the core's."""
+    header = Path(__file__).parents[2] / "memory/handshake.hpp"
+    assert f"kPeersMax = {RANKS_MAX};" in header.read_text()
+    assert ask("--ranks", "512", "--machines", "2", "--link", "1GB/s")[0]["ranks"] == 512
+
+
+def test_an_estimate_has_room_for_sums_of_machines(folder, capsys):
+    """They lie in as many pages of host memory as gradients that are sent (4: see ranks.md)."""
+    told = ["--memory", "device=64MiB,host=64MiB", "--ranks", "4", "--machines", "2"]
+    told += ["--link", "1GB/s", "--model", folder, "--rank-sums"]
+    ranks, machines = (
+        estimate(capsys, *told, sums)[0]["budgets"] for sums in ("ranks", "machines")
+    )
+    assert ranks["host_bytes"] - machines["host_bytes"] == 4 * ranks["page_bytes"]
 
 
 def test_an_estimate_is_of_the_rank_that_holds_most(folder, capsys):

@@ -25,7 +25,7 @@ import torch
 from .. import _core
 from .._config import device
 from .._config.budgets import UNBOUNDED
-from .._config.choices import HOST, check_base
+from .._config.choices import HOST, OF_SEVERAL_MACHINES, check_base
 from .._config.configure import config_of
 from .._config.frozen import coded_parameters, stored_forms
 from .._config.options import Options
@@ -220,6 +220,7 @@ def run(options: argparse.Namespace) -> int:
         snapshots=options.snapshots,
         frozen=options.frozen,
         ranks=paper_ranks(options.ranks, options.machines) if options.ranks > 1 else None,
+        **{name: getattr(options, name) for name in OF_SEVERAL_MACHINES},
     )
     if options.snapshots and not options.memory["ssd"]:
         raise ValueError(f"--snapshots {options.snapshots} are kept on an SSD: give ssd= as well")

@@ -28,6 +28,7 @@ from .._config.choices import (
     OF_SEVERAL_MACHINES,
     RANK_GATHERS,
     RANK_SUMS,
+    RANKS_MAX,
     SPEED_OF,
     STATE_DTYPES,
     check_split,
@@ -289,6 +290,11 @@ def _check_machines(options: argparse.Namespace) -> None:
     ranks, machines, link = options.ranks, options.machines, options.link
     if ranks % machines:
         raise ValueError(f"--ranks {ranks} cannot be on --machines {machines}, as many on each")
+    if ranks // machines > RANKS_MAX:
+        raise ValueError(
+            f"ranks on one machine can be 1 to {RANKS_MAX}, and not {ranks // machines}: give "
+            "--ranks fewer, or more --machines"
+        )
     if (machines > 1) != (link is not None):
         raise ValueError(
             "--machines needs the speed of their network: --link, such as 50GB/s"

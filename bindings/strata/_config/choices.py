@@ -50,6 +50,7 @@ HOST = "host"
 DEVICES = ("auto", HOST, "cpu", "cuda")
 PAGE_BYTES_MIN, PAGE_BYTES_MAX = 64 << 10, 64 << 20
 WORKERS_LIMIT = 1024  # of the core
+RANKS_MAX = 256  # of the core, on one machine
 SNAPSHOTS_MAX = 1_000_000
 
 # The lanes that bytes and updates take, and where the planner's Costs have the speed of each.
