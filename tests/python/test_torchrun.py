@@ -253,6 +253,30 @@ def test_finetune_goes_on_after_a_rank_was_killed(
     assert [row["step"] for row in lines(tiny / "cut") if "loss" in row] == list(range(1, 41))
 
 
+@pytest.mark.parametrize("update", ["lock-free:0", "lock-free:1"])
+def test_finetune_goes_on_from_snapshots_of_updates_that_lag(
+    launcher: list[str], tiny: Path, update: str
+) -> None:
+    """With the bits of a whole run, where no update lags."""
+    (tiny / "drive").mkdir()
+    more = {"steps": 40, "snapshot-every": 2, "eval-every": 0, "update": update}
+    more["ssd-path"] = tiny / "drive"
+    if update == "lock-free:0":
+        ran(finetune(launcher, told(tiny, "whole", RANKS, **more)))
+    run = start(finetune(launcher, told(tiny, "cut", RANKS, **more)))
+    await_checkpoint(run, tiny / "cut")
+    process_of(run, 0).kill()
+    end(run)
+    assert list((tiny / "cut").glob("checkpoint-*/strata/step-*"))
+
+    ran(finetune(launcher, ["finetune", "--output", str(tiny / "cut"), "--resume"]))
+    rows = [row for row in lines(tiny / "cut") if "loss" in row]
+    assert [row["step"] for row in rows] == list(range(1, 41))
+    assert rows[-1]["loss"] < 0.8 * rows[0]["loss"]
+    if update == "lock-free:0":
+        assert equal(tiny / "cut" / "model", tiny / "whole" / "model")
+
+
 @pytest.mark.parametrize("saves", ["save-every", "snapshot-every"])
 def test_ctrl_c_ends_all_ranks_with_a_checkpoint(
     launcher: list[str], tiny: Path, saves: str
@@ -279,10 +303,6 @@ def test_ctrl_c_ends_all_ranks_with_a_checkpoint(
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        (
-            {"snapshot-every": 2, "update": "lock-free:1", "ssd-path": "."},
-            "--snapshot-every: gradients of several ranks that wait",
-        ),
         (
             {"sequence": 2000, "batch": 4, "device-memory": "1GiB"},
             "less than a batch for each of 2 ranks",

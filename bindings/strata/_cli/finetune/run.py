@@ -80,7 +80,7 @@ def run(options: Options) -> int:
         check_ranks(newest_checkpoint(output), output, ranks)
     device = choose_device(options.memory.device)
     if ranks is not None:
-        refuse_for_ranks(options, device)
+        refuse_for_ranks(device)
     if device not in (HOST, "cuda:0"):
         number = device.removeprefix("cuda:")
         raise ValueError(f"set CUDA_VISIBLE_DEVICES={number} and take --device cuda")
@@ -127,15 +127,10 @@ def check_ranks(checkpoint: Path | None, output: Path, ranks: Ranks | None) -> N
         )
 
 
-def refuse_for_ranks(options: Options, device: str) -> None:
+def refuse_for_ranks(device: str) -> None:
     """Raises ValueError for what several ranks cannot do yet."""
     if device != HOST:
         raise ValueError("ranks compute on the CPU for now: --device host, or start one process")
-    if options.results.snapshot_every and options.training.update.startswith("lock-free"):
-        raise ValueError(
-            "--snapshot-every: gradients of several ranks that wait for their updates are in no "
-            "snapshot: --save-every does, or --update on_step"
-        )
 
 
 def accept(output: Path, options: Options, data: Data) -> None:
