@@ -205,7 +205,8 @@ def plan(model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> 
         config, _, result = fit(model, optimizer, wanted, _core.plan)
     finally:
         undo.run()
-    return PlanReport(result, tier_budgets(config), gradients_rest(config))
+    ranks = wanted.ranks.count if wanted.ranks is not None else 1
+    return PlanReport(result, tier_budgets(config), gradients_rest(config), ranks)
 
 
 def unwrap(model: nn.Module) -> nn.Module:

@@ -43,6 +43,19 @@ def trains_two(run: Rank, **options: Any) -> list[str]:
     return hashes
 
 
+def says_how_it_is_partitioned(run: Rank, **options: Any) -> list[list[str]]:
+    """By a plan that rank 0 makes alone, and by the report of some steps: in a sentence, and all of
+    it."""
+    model = make_model()
+    said: list[Any] = []
+    if run.rank == 0:
+        said = [strata.plan(model, torch.optim.AdamW(model.parameters()), **options)]
+    model, optimizer = wrap(run, model, **options)
+    train(run, model, optimizer, 3)
+    said.append(strata.report(model))
+    return [[each.partition, str(each)] for each in said]
+
+
 def folders_apart(run: Rank, root: str, **options: Any) -> str:
     """As bits(), each rank with an ssd_path of its own."""
     return bits(run, ssd_path=f"{root}/{run.rank}", **options)

@@ -111,6 +111,28 @@ def test_neither_do_they_where_ranks_take_other_ways(ranks: Ranks, scenario: str
     assert same(ranks.run(scenario, 2)) == expected
 
 
+ZERO_3 = "no unit rests on a rank's device whole, .*: ZeRO-3$"
+SOME = r"[12] of 3 units rests? on a rank's device whole, .* ZeRO-1/2-like: .*; what .* is ZeRO-3$"
+ZERO_1_2 = "all units rest on a rank's device whole, which is ZeRO-1/2-like: [^;]*$"
+
+
+@pytest.mark.parametrize(
+    ("device", "words"), [("450KiB", ZERO_3), ("700KiB", SOME), ("64MiB", ZERO_1_2)]
+)
+def test_plan_and_report_say_how_a_model_is_partitioned(
+    ranks: Ranks, device: str, words: str
+) -> None:
+    how: dict[str, Any] = {"memory": {"device": device, "host": "64MiB"}, "page_size": "64KiB"}
+    (plan, report), (other,) = ranks.run("says_how_it_is_partitioned", 2, **how)
+    for sentence, text in (plan, report, other):
+        assert re.match(words, sentence), sentence
+        assert sentence in text
+    assert f"2 ranks; activations aside, {plan[0]}" in plan[1]
+    for sentence, text in ranks.run("says_how_it_is_partitioned", 1, **how)[0]:
+        assert sentence == ""
+        assert "ZeRO" not in text
+
+
 def test_one_rank_alone_may_compute_between_steps(ranks: Ranks) -> None:
     assert same(ranks.run("one_evaluates", 2)) == same(ranks.run("bits", 1, steps=2))
 

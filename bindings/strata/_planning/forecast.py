@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 from .. import _core
 from .._config.choices import in_words
 from .._config.sizes import format_rate, format_size
-from .._report.report_text import LONG_SECONDS, like, runs, table
+from .._report.report_text import LONG_SECONDS, like, partition_text, runs, table
 from .limits import GAIN_MIN, Setting, limiting_sentence
 from .network import Crossing, Network, crossing_of
 
@@ -124,20 +124,8 @@ class Forecast:
     def partition(self) -> str:
         """What is shared out among the ranks, in a sentence; empty where there is one, or no
         plan."""
-        if self.ranks == 1 or not self.plan.feasible:
-            return ""
-        whole, count = sum(self.plan.resident), len(self.plan.resident)
-        if whole == 0:
-            return (
-                "no unit rests on a rank's device whole, parameters come from their owners when "
-                "they are needed: ZeRO-3"
-            )
-        which = f"{whole} of {count} units rest" if whole < count else "all units rest"
-        rest = "; what does not is ZeRO-3" if whole < count else ""
-        return (
-            f"{which} on a rank's device whole, which is ZeRO-1/2-like: parameters there, "
-            f"gradients and optimizer state with their owners{rest}"
-        )
+        resident = self.plan.resident if self.plan.feasible else []
+        return partition_text(self.ranks, sum(resident), len(resident))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain numbers and strings."""

@@ -82,8 +82,8 @@ def _sections(report: Report) -> Iterator[str]:
         + ".</p>"
     )
     yield _tiles(report)
-    if report.limited:
-        yield f"<p>{escape(report.limited[0].upper() + report.limited[1:])}.</p>"
+    for sentence in filter(None, (report.limited, report.partition)):
+        yield f"<p>{escape(sentence[0].upper() + sentence[1:])}.</p>"
     yield "<h2>Step time</h2>"
     if record:
         yield _figure(figures.times(report.records, report.bound_seconds))

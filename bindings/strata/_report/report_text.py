@@ -57,6 +57,7 @@ def plan_text(report: PlanReport) -> str:
             f"pages of {format_size(plan['page_bytes'])}; staging "
             f"{format_size(plan['staging_bytes'])} of host memory; smallest device budget "
             f"{format_size(plan['device_bytes_min'])}",
+            *_partitions(report),
             *_buffers(plan),
             f"what is trained takes pages of {format_size(plan['trained_page_bytes'])}, with its "
             f"gradients and state; they hold {format_size(plan['trained_bytes'])}",
@@ -92,6 +93,32 @@ def _verb(way: str, count: int) -> str:
     """One unit swaps to host, several swap to host."""
     verb, space, rest = way.partition(" ")
     return f"{verb}{'s' * (count == 1)}{space}{rest}"
+
+
+def _partitions(report: PlanReport) -> list[str]:
+    """A line on the ranks, where there are several."""
+    if not report.partition:
+        return []
+    return [f"{report.ranks} ranks; activations aside, {report.partition}"]
+
+
+def partition_text(ranks: int, whole: int, count: int) -> str:
+    """What is shared out among the ranks where so many of all units rest on a rank's device whole,
+    in a sentence; empty where there is one rank, or are no units."""
+    if ranks == 1 or count == 0:
+        return ""
+    if whole == 0:
+        return (
+            "no unit rests on a rank's device whole, parameters come from their owners when they "
+            "are needed: ZeRO-3"
+        )
+    verb = "rests" if whole == 1 else "rest"
+    which = f"{whole} of {count} units {verb}" if whole < count else "all units rest"
+    rest = "; what does not is ZeRO-3" if whole < count else ""
+    return (
+        f"{which} on a rank's device whole, which is ZeRO-1/2-like: parameters there, gradients "
+        f"and optimizer state with their owners{rest}"
+    )
 
 
 def _buffers(plan: Plan) -> list[str]:
@@ -138,7 +165,7 @@ def _paragraphs(report: Report) -> Iterator[str]:
     if where := report.stats.get("workers_where"):  # reports of files may not have it
         head += f"; workers {where}"
     about = [part for part in (report.model, report.command, report.machine) if part]
-    lines = ["; ".join(about), head, speed_line(report), report.limited]
+    lines = ["; ".join(about), head, speed_line(report), report.limited, report.partition]
     yield "\n".join(line for line in lines if line)
     tiers = [["tier", "budget", "used", "peak", "planned peak", "at"], *tier_rows(report)]
     yield table(tiers if report.peaks else [row[:4] for row in tiers])

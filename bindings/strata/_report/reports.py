@@ -10,6 +10,7 @@ A report is kept as a file: one JSON object, {"format": FORMAT} and the fields o
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shlex
@@ -54,10 +55,21 @@ class PlanReport:
     plan: Plan
     budgets: dict[str, int]
     snapshots_have_gradients: bool = False
+    ranks: int = 1  # that train together
+
+    @property
+    def partition(self) -> str:
+        """How the units are shared out among the ranks, in a sentence, as if there were no
+        activations, of which only a step tells; empty where there is one rank."""
+        sizes = sorted(unit["param_bytes"] for unit in self.plan["units"])
+        device = self.budgets["device"]
+        room = device if sum(sizes) <= device else device - self.plan["nested_bytes"]
+        whole = sum(size <= room for size in itertools.accumulate(sizes))
+        return report_text.partition_text(self.ranks, whole, len(sizes))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain numbers and strings."""
-        return asdict(self)
+        return {**asdict(self), "partition": self.partition}
 
     def __str__(self) -> str:
         """A table for people."""
@@ -161,11 +173,19 @@ class Report:
     rank_sums: str = "ranks"  #: as of wrap(); "ranks" where there is one machine
     machines_sent_bytes: int = 0  #: to ranks of other machines, by this rank
     from_gpus_bytes: int = 0  #: parameters that came from GPUs of other ranks
+    ranks: int = 1  #: that train together
     lags: list[Lag] = field(default_factory=list)  #: by unit; empty where no update may lag
     plan: StepPlan | None = None
     trace: Trace | None = None  #: what the plan was made from
     simulation: Simulation | None = None  #: the step as the plan predicts it
     records: list[StepRecord] = field(default_factory=list)  #: oldest first
+
+    @property
+    def partition(self) -> str:
+        """How the plan shares out the units among the ranks, in a sentence; empty where there is
+        one rank, or no plan yet."""
+        resident = self.plan.resident if self.plan else []
+        return report_text.partition_text(self.ranks, sum(resident), len(resident))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain numbers and strings."""
@@ -245,6 +265,7 @@ def make_report(state: Wrapped) -> Report:
         rank_sums="machines" if state.wire and config["ranks"]["machine_sums"] else "ranks",
         machines_sent_bytes=sum(state.wire.sent.values()) if state.wire else 0,
         from_gpus_bytes=stats.get("from_devices_bytes", 0),
+        ranks=config["ranks"]["count"] if "ranks" in config else 1,
         lags=_lags(config, stats) if config["update"] == "lock_free" else [],
         model=_about_model(state),
         command=_about_command(),
