@@ -1,11 +1,13 @@
 """Ranks of this machine that share one host tier: a step of two ranks with a thread each over a
 step of one process with two, for the same global batch; FSDP2, and DeepSpeed's ZeRO-3, with two
-ranks beside them; and the memory of one, two and four. Sides take turns.
+ranks beside them; the memory of one, two and four, and what a step of theirs moves to and from the
+SSD. Sides take turns.
 """
 
 import statistics
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
+from pathlib import Path
 
 from .common import Context, Figure, median_ratio, take_turns
 from .network import Network
@@ -16,8 +18,11 @@ TARGETS = {2048: 1.05, 128: 1.3}  # of the step, by tokens of the global batch
 PEERS = {"fsdp2": 2.0, "deepspeed": None}  # how much faster, at 128 tokens
 SETTINGS = ("DS_ACCELERATOR", "TORCH_EXTENSIONS_DIR")  # of DeepSpeed's environment
 HOST_TARGET, PROCESS_TARGET = 1.05, 1.1
+SSD_TARGET = 1.02
 SEQUENCES = 4  # of the global batch: each rank has as many
 WARM_UP_STEPS = 3
+SSD_TURNS = 3
+STEPS_OF_A_TURN = 2  # of steady_step()
 
 
 def training_group(
@@ -27,11 +32,14 @@ def training_group(
     ranks: int,
     threads: int,
     network: Network | None = None,
+    ssd: Path | None = None,
 ) -> Group:
-    """Ranks that train a Llama by strata or a peer; each on its host of a network, if any."""
+    """Ranks that train a Llama by strata or a peer; each on its host of a network, if any. `ssd`: a
+    folder where the state rests, in place of host memory."""
     arguments = [
         *(side, f"--tokens={tokens}", f"--seed={context.seed}", f"--sequences={SEQUENCES}"),
         *(f"--threads={threads}", *(["--quick"] if context.quick else [])),
+        *([] if ssd is None else [f"--ssd={ssd}"]),
     ]
     if side == "deepspeed":
         python = environment.python(context)
@@ -47,10 +55,11 @@ def training_group(
 
 
 def run(context: Context) -> Iterator[Figure]:
-    """Yields seconds of steps and bytes of memory, and their ratios."""
+    """Yields seconds of steps, bytes of memory and of the SSD, and their ratios."""
     for tokens, target in {64: 0.0}.items() if context.quick else TARGETS.items():
         yield from _steps(context, tokens, target or None)
     yield from _memory(context)
+    yield from _ssd(context)
 
 
 def _steps(context: Context, tokens: int, target: float | None) -> Iterator[Figure]:
@@ -105,3 +114,29 @@ def _memory(context: Context) -> Iterator[Figure]:
         yield Figure(
             "ranks", f"processes_{ranks}_over_1", ratio, "x", PROCESS_TARGET if full else None
         )
+
+
+def _ssd(context: Context) -> Iterator[Figure]:
+    """Bytes that a step of all ranks together reads from the SSD and writes to it, by their
+    number, with the state there."""
+    moved: dict[int, float] = {}
+    for ranks in (1, 2, 4):
+        with (
+            context.scratch() as folder,
+            closing(training_group(context, "strata", 128, ranks, 1, ssd=folder)) as group,
+        ):
+            for _ in range(WARM_UP_STEPS):
+                group.step()
+            before = _moved(group)
+            for _ in range(SSD_TURNS):
+                group.step()
+            moved[ranks] = (_moved(group) - before) / (SSD_TURNS * STEPS_OF_A_TURN)
+        yield Figure("ranks", f"ssd_step_{ranks}", moved[ranks] / 1e6, "MB")
+    for ranks in (2, 4):
+        target = None if context.quick else SSD_TARGET
+        ratio = moved[ranks] / moved[1]
+        yield Figure("ranks", f"ssd_step_{ranks}_over_1", ratio, "x", target, bound=1)
+
+
+def _moved(group: Group) -> float:
+    return sum(float(answer["moved"]) for answer in group.ask("ssd"))

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .common import seconds_of
+from .common import MIB, seconds_of
 from .models import llama, llama_166m, llama_config, tokens
 from .peers.child import Answer, claim_stdout, serve
-from .sides import Paged, everything_resident, steady_step, train_step
+from .sides import Paged, everything_resident, state_on_ssd, steady_step, train_step
 
 ADAMW = {"lr": 1e-5, "weight_decay": 0.01}
-BYTES_PER_PARAMETER = 16  # gradients add up in float32, as those of ranks do
+QUICK_HOST_BYTES = 24 * MIB  # of 39 that the small model has
 
 
 def batch_of(count: int, seed: int, rank: int, ranks: int, sequences: int) -> torch.Tensor:
@@ -26,17 +26,19 @@ def batch_of(count: int, seed: int, rank: int, ranks: int, sequences: int) -> to
 
 
 def open_strata(options: argparse.Namespace, model: Any, batch: torch.Tensor) -> Paged:
-    """All state in host memory, a quarter of the parameters on the device."""
+    """All state in host memory, or on the SSD; a quarter of the parameters on the device."""
     parameters = sum(p.numel() for p in model.parameters())
     room = 4 if options.quick else 1
-    budgets = everything_resident(parameters * room)
+    budgets = (everything_resident if options.ssd is None else state_on_ssd)(parameters * room)
     budgets["device"] = parameters * room // 2
     budgets["host"] += 2 * parameters * room  # gradients in float32
+    if options.ssd is not None and options.quick:
+        budgets["host"] = QUICK_HOST_BYTES
     return Paged(
         model,
         batch,
         budgets,
-        None,
+        options.ssd,
         {"gradient_accumulation_steps": 2, "dtype": torch.bfloat16},
         **ADAMW,
     )
@@ -104,12 +106,14 @@ def proportional_bytes() -> int:
 
 
 def main() -> None:
-    """Answers "step" with seconds, "memory" with bytes, and "wire" with bytes sent so far."""
+    """Answers "step" with seconds, "memory" with bytes, and "wire" and "ssd" with bytes sent so
+    far."""
     parser = argparse.ArgumentParser()
     parser.add_argument("side", choices=["strata", "fsdp2", "deepspeed"])
     for name in ("tokens", "seed", "threads", "sequences"):
         parser.add_argument(f"--{name}", type=int, required=True)
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--ssd", type=Path, help="a folder where the state rests")
     options = parser.parse_args()
     answers = claim_stdout()
     torch.set_num_threads(options.threads)
@@ -139,6 +143,10 @@ def main() -> None:
         def wire() -> Answer:
             return wire_bytes(side.model)
 
+        def ssd() -> Answer:
+            stats = side.session.stats()
+            return {"moved": stats["ssd to host bytes"] + stats["host to ssd bytes"]}
+
     else:
         train = open_peer(options.side, model, batch)
 
@@ -148,10 +156,13 @@ def main() -> None:
         def wire() -> Answer:
             return {}
 
+        def ssd() -> Answer:
+            return {"moved": 0}
+
         def step() -> Answer:
             return {"seconds": seconds_of(train)}
 
-    serve(answers, {"step": step, "memory": memory, "wire": wire})
+    serve(answers, {"step": step, "memory": memory, "wire": wire, "ssd": ssd})
     os._exit(0)
 
 
