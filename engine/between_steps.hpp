@@ -15,7 +15,9 @@
 // elements go on beside it: they find pages wherever these are.
 //
 // A claim of slots for snapshots gives the lock up, too, while files grow. Steps go on beside it, a
-// rearrangement waits: both would claim the same files.
+// rearrangement waits: both would claim the same files. It waits for one that is still to come, on
+// a thread that has only been started: it would wait for updates, these for a snapshot that is to
+// have what they change, and that one for its slots.
 #pragma once
 
 #include <cstdint>
@@ -72,7 +74,9 @@ class BetweenSteps final {
   class [[nodiscard]] Claim final {
    public:
     Claim(BetweenSteps& between, Lock& lock) STRATA_REQUIRES(core_lock) : between_(between) {
-      between.wait_until_unclaimed(lock);
+      between.gate_.wait(
+          lock, [&] { return !between.rearranging_ && !between.claiming_; }, kArranged);
+      between.claim_comes_ = false;
       between.claiming_ = true;
     }
     ~Claim() {
@@ -86,19 +90,25 @@ class BetweenSteps final {
     BetweenSteps& between_;
   };
 
+  // A thread is on its way to a claim.
+  void expect_claim() { claim_comes_ = true; }
   // Neither pages nor slots: for who changes what is claimed.
   void wait_until_unclaimed(Lock& lock) STRATA_REQUIRES(core_lock) {
-    gate_.wait(lock, [this] { return !rearranging_ && !claiming_; },
-               {"pages to come to rest elsewhere"});
+    gate_.wait(lock, [this] { return !rearranging_ && !claiming_ && !claim_comes_; },
+               {"slots for a snapshot"});
   }
   void wait_until_arranged(Lock& lock) STRATA_REQUIRES(core_lock) {
-    gate_.wait(lock, [this] { return !rearranging_; }, {"pages to come to rest elsewhere"});
+    gate_.wait(
+        lock, [this] { return !rearranging_; }, kArranged);
   }
 
  private:
+  static constexpr Awaited kArranged{"pages to come to rest elsewhere"};
+
   Gate& gate_;
   bool rearranging_ = false;
   bool claiming_ = false;
+  bool claim_comes_ = false;
   std::uint32_t step_calls_ = 0;
 };
 

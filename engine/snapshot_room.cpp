@@ -44,6 +44,7 @@ void SnapshotRoom::make_beside(Lock& lock) {
   if (running_ || !missing()) return;
   if (!base_.gate.has_pump()) return make(lock);
   if (thread_.joinable()) thread_.join();  // it is not running, and needs no lock any more
+  between_.expect_claim();
   try {
     thread_ = std::thread([this] { run(); });
   } catch (const std::system_error&) {

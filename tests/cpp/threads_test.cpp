@@ -14,6 +14,7 @@
 #include <thread>
 
 #include "adoptions.hpp"
+#include "engine/between_steps.hpp"
 #include "memory/result.hpp"
 #include "session_fixtures.hpp"
 #include "temp_folder.hpp"
@@ -217,6 +218,54 @@ TEST_F(Threads, WhoReadsAndWhoUpdatesDoNotWaitForEachOther) {
   over = true;
   reading.join();
   EXPECT_EQ(session.steps(), 100);
+}
+
+// Updates wait until the snapshot has the gradients that they use, it waits for its slots, and a
+// thread makes these.
+TEST_F(Threads, PagesComeToRestElsewhereBehindTheSlotsOfASnapshot) {
+  for (int i = 0; i < 10; ++i) {
+    const TempFolder folder;
+    Config config = roomy_config();
+    config.accumulate = true;
+    config.ssd_paths = {folder.path()};
+    config.ssd_bytes = kGiB;
+    Session session(config, parts());
+    fill(session);
+    for (std::uint32_t u = 0; u < kUnits; ++u) visit(session, u, true);
+    const std::uint64_t id = session.begin_snapshot(1);
+    session.step(session.config().groups, {});
+    rest_on_device(session, {true, false, false, false}, 8 * kPage);
+    EXPECT_TRUE(session.snapshot(id).has_gradients);
+  }
+}
+
+// Of a thread that was started, and has not come in yet: what it makes room for may be what updates
+// wait for, and with them a rearrangement.
+TEST(BetweenSteps, AClaimThatComesGoesAheadOfARearrangement) {
+  Gate gate({.look_period = kLook});
+  gate.set_duties({.turn = [](int) { return false; },
+                   .runs_foreign = [] { return true; },
+                   .stuck = [](const Awaited&, const std::string&) { return Error{}; }});
+  BetweenSteps between(gate);
+  {
+    Gate::Call in(gate);
+    between.expect_claim();
+  }
+  std::atomic<bool> may_move = false;
+  std::thread other([&] {
+    Gate::Call in(gate);
+    between.wait_until_unclaimed(in.lock());
+    may_move = true;
+  });
+  std::this_thread::sleep_for(10 * kLook);
+  EXPECT_FALSE(may_move);
+  {
+    Gate::Call in(gate);
+    const BetweenSteps::Claim claim(between, in.lock());
+    EXPECT_FALSE(may_move);
+  }
+  other.join();
+  EXPECT_TRUE(may_move);
 }
 
 }  // namespace
