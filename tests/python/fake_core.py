@@ -327,7 +327,7 @@ def clip(norm: float, max_norm: float) -> float:
 
 MASTER_BYTES = {"float32": 0, "bfloat16": 2, "float16": 4}  # beside the parameter
 MOMENT_BYTES = {"float32": 4, "bfloat16": 2, "block8": 1}
-REMOTE = ("params", "param_bytes", "landing_bytes", "state_bytes")
+REMOTE = ("remote_params", "remote_param_bytes", "remote_landing_bytes", "remote_state_bytes")
 
 
 def _grad_bytes(config: dict[str, Any], spec: dict[str, Any]) -> int:
@@ -392,7 +392,7 @@ def plan(config: dict[str, Any]) -> dict[str, Any]:
                 "landing_bytes": landing[u],
                 "grad_bytes": grads[u],
                 "state_bytes": states[u],
-                **{f"remote_{what}": 0 for what in REMOTE},
+                **dict.fromkeys([*REMOTE, "lent_param_bytes"], 0),
                 "chunks": 1,
                 "on_device": False,
                 "param_tier": "host",

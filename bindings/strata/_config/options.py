@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import NoneType
 from typing import TYPE_CHECKING, Any
@@ -86,7 +86,8 @@ class Options:
     rank_sums: str = "ranks"
     rank_timeout: float | None = None
     ranks: Ranks | None = None  # none of wrap()'s: those of rank_group
-    free: tuple[int, int] | None = None  # in host memory, and on the SSD, as all ranks see it
+    # In host memory, and on the SSD, as all ranks see it.
+    _free: tuple[int, int] | None = field(default=None, init=False, repr=False)
 
     def check(self) -> None:
         """Raises for a value that can be seen to be wrong by itself."""
@@ -151,16 +152,16 @@ class Options:
         """What all ranks find free from here on: they look at different moments, and must choose
         the same budgets. All of them come here, ahead of what a rank does in its own way."""
         if self.ranks is not None:
-            self.free = (self.ranks.least(self._free_host()), self.ranks.least(self._free_disk()))
+            self._free = (self.ranks.least(self._free_host()), self.ranks.least(self._free_disk()))
 
     def free_host_bytes(self) -> int:
         """What is taken of its own accord by this process."""
-        free = self.free[0] if self.free else self._free_host()
+        free = self._free[0] if self._free else self._free_host()
         return int(free * FREE_SHARE) // self.shared_by()
 
     def free_disk_bytes(self) -> int:
         """In the folders of the SSD, which ranks share."""
-        return self.free[1] if self.free else self._free_disk()
+        return self._free[1] if self._free else self._free_disk()
 
     def _free_host(self) -> int:
         return machine.free_host_bytes()
