@@ -13,6 +13,7 @@ import strata
 import strata._api
 from rank_loops import Rank, hash_of, make_model, train, wrap
 from rank_scenarios import bits
+from strata._config import wire
 from strata._storage import rank_board
 from strata._storage.together import Together
 from torch import distributed, nn
@@ -127,3 +128,17 @@ def saves_beside_one_that_is_late(run: Rank) -> None:
         run.mark("there")
         run.await_go()
     strata.save(model, run.folder / "checkpoint")
+
+
+def waits_for_another_machine(run: Rank) -> str:
+    """Rank 1 does not come to where machines connect, for as long as rank 0 waits. What that one
+    says."""
+    if run.rank == 1:
+        time.sleep(6.0)
+        return ""
+    wire.CONNECT = timedelta(seconds=2)
+    try:
+        wire.Wire(0, ["here", "there"], "some-run")
+    except strata.StrataError as error:
+        return str(error)
+    return "nothing"

@@ -98,3 +98,10 @@ def test_who_says_nothing_in_a_save_is_named_though_torch_has_given_up(ranks: Ra
         time.sleep(0.02)
     run.kill(1)
     all_say(run.wait()[:1], r"rank 1 has (failed or )?died.* on b in step \d")
+
+
+def test_who_does_not_come_from_another_machine_is_named(ranks: Ranks) -> None:
+    said = ranks.run("rank_ends.waits_for_another_machine", "ab")[0]
+    assert said.startswith("rank 1, on there, did not come to train with rank 0, on here, or ")
+    assert "interface" in said
+    assert "GLOO_SOCKET_IFNAME" in said
