@@ -288,7 +288,7 @@ def is_refused(run: Rank, what: str) -> list[str]:
     if what == "units" and odd:
         options["units"] = ["0.0"]
     optimizer: Any = torch.optim.SGD if what == "rules" and odd else torch.optim.AdamW
-    if what == "folder" and not odd:
+    if what == ("other folder" if odd else "folder"):
         from strata._config import ranks
 
         ranks._meeting_folder = _no_folder

@@ -218,6 +218,12 @@ def survivors_say(outcomes: list[Outcome], since: float) -> None:
         assert outcome.seconds - since < LOST_S + 1.0  # an interpreter takes a while to end
 
 
+def test_where_one_machine_has_no_folder_to_meet_in_the_other_keeps_none(ranks: Ranks) -> None:
+    first, second = ranks.run("rank_promises.is_refused", "ab", what="other folder")
+    assert second[0] == "PermissionError"
+    assert first[1] == "strata.wrap() was refused on rank 1: PermissionError: no room to meet"
+
+
 @pytest.mark.parametrize("machines", ["aba", "abab"])
 @pytest.mark.parametrize("where", ["step", thorough("forward"), thorough("backward")])
 def test_who_is_killed_is_named_by_all(ranks: Ranks, where: str, machines: str) -> None:

@@ -24,7 +24,7 @@ from torch import nn
 from .. import _core
 from .._torch_compat import is_dtensor
 from .choices import HOST
-from .ranks import all_or_none
+from .ranks import all_or_none, gpu_lending
 from .sharding import Sharding
 from .sizes import format_size, parse_budgets, parse_size
 
@@ -48,6 +48,7 @@ def check_alike(
     with all_or_none(ranks):
         facts = check()
         options.check()
+        gpu_lending()
         facts = _facts(options) | facts
         tensors = _tensors(model)
     heard = ranks.hear({"facts": facts, "tensors": _digest(tensors)})
@@ -82,7 +83,7 @@ def check_fitted(ranks: Ranks, config: Config, tiled: int) -> None:
 
 
 def _digest(values: Any) -> str:
-    return hashlib.sha256(json.dumps(values, default=str).encode()).hexdigest()[:8]
+    return hashlib.sha256(json.dumps(values, default=str).encode()).hexdigest()[:16]
 
 
 def _facts(options: Options) -> dict[str, str]:

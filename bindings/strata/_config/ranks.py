@@ -289,9 +289,10 @@ def _find_ranks(rank_group: Any) -> Ranks | None:
     said = found.hear({**_machine(), "pid": os.getpid()})
     machines = _named(said)
     here = _here(found.rank, found.count, machines)
-    with all_or_none(found):
-        own = _meeting_folder() if here[0] == found.rank else ""
+    own = ""
     try:
+        with all_or_none(found):
+            own = _meeting_folder() if here[0] == found.rank else ""
         folders = found.hear(own)
     except BaseException:
         shutil.rmtree(own, ignore_errors=True)
