@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from .options import Options
     from .ranks import Ranks
 
+DIGITS = 16  # of a digest that people see
 SHARED_TIERS = ("host", "ssd")  # whose budgets are the machine's, and not each rank's
 SAME_OPTIONS = (
     *("dtype", "update", "state_dtype", "max_grad_norm", "max_unit_norm", "skip_nonfinite"),
@@ -52,9 +53,7 @@ def check_alike(
         facts = _facts(options) | facts
         tensors = _tensors(model)
     heard = ranks.hear({"facts": facts, "tensors": _digest(tensors)})
-    for rank, other in enumerate(heard):
-        if other["facts"] != heard[0]["facts"]:
-            raise ValueError(_refusal(_different(heard[0]["facts"], other["facts"], rank)))
+    _refuse_different([of["facts"] for of in heard])
     if any(other["tensors"] != heard[0]["tensors"] for other in heard):
         of = ranks.hear(tensors)
         rank = next(i for i, other in enumerate(of) if other != of[0])
@@ -71,19 +70,23 @@ def check_fitted(ranks: Ranks, config: Config, tiled: int) -> None:
         "the page size, which budgets ask for,": format_size(config["page_bytes"]),
         "the number of units": str(len(config["units"])),
         "what computes": HOST if config["device"] == HOST else "a GPU",
-        "units=": _digest(units),
+        "units=": _digest(units)[:DIGITS],
         "the optimizer": " ".join(group["rule"] for group in config["groups"]),
-        "param_groups of the optimizer": _digest(groups),
-        "frozen=": _digest(forms),
+        "param_groups of the optimizer": _digest(groups)[:DIGITS],
+        "frozen=": _digest(forms)[:DIGITS],
     }
-    heard = ranks.hear(facts)
-    for rank, other in enumerate(heard):
-        if other != heard[0]:
-            raise ValueError(_refusal(_different(heard[0], other, rank)))
+    _refuse_different(ranks.hear(facts))
+
+
+def _refuse_different(facts: list[dict[str, str]]) -> None:
+    """Raises ValueError for the first rank that says something else than rank 0."""
+    for rank, other in enumerate(facts):
+        if other != facts[0]:
+            raise ValueError(_refusal(_different(facts[0], other, rank)))
 
 
 def _digest(values: Any) -> str:
-    return hashlib.sha256(json.dumps(values, default=str).encode()).hexdigest()[:16]
+    return hashlib.sha256(json.dumps(values, default=str).encode()).hexdigest()
 
 
 def _facts(options: Options) -> dict[str, str]:

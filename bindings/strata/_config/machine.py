@@ -18,6 +18,16 @@ ROOT = Path("/")
 BFLOAT16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16", "svebf16"}
 
 
+def boot_id(root: Path = ROOT) -> str:
+    """Another one whenever the machine starts."""
+    return (root / "proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def pid_namespace() -> str:
+    """Of this process: in another one, the numbers of processes mean others."""
+    return os.readlink("/proc/self/ns/pid")
+
+
 @dataclass(frozen=True)
 class FileSystem:
     """Where a folder lies."""

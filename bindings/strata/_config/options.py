@@ -152,19 +152,17 @@ class Options:
         """What all ranks find free from here on: they look at different moments, and must choose
         the same budgets. All of them come here, ahead of what a rank does in its own way."""
         if self.ranks is not None:
-            self._free = (self.ranks.least(self._free_host()), self.ranks.least(self._free_disk()))
+            host, disk = machine.free_host_bytes(), self._free_disk()
+            self._free = (self.ranks.least(host), self.ranks.least(disk))
 
     def free_host_bytes(self) -> int:
         """What is taken of its own accord by this process."""
-        free = self._free[0] if self._free else self._free_host()
+        free = self._free[0] if self._free else machine.free_host_bytes()
         return int(free * FREE_SHARE) // self.shared_by()
 
     def free_disk_bytes(self) -> int:
         """In the folders of the SSD, which ranks share."""
         return self._free[1] if self._free else self._free_disk()
-
-    def _free_host(self) -> int:
-        return machine.free_host_bytes()
 
     def _free_disk(self) -> int:
         return machine.free_disk_bytes(self.ssd_paths()) if self.ssd_path is not None else 0

@@ -34,13 +34,13 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import distributed
 
 from .._errors import StrataError
+from . import machine
 from .launched import processes_started, restarts_share_a_store
 from .rank_group import Collectives, cpu_group, group_of, meets_over_a_file
 
@@ -315,9 +315,8 @@ def _find_ranks(rank_group: Any) -> Ranks | None:
 
 def _machine() -> dict[str, str]:
     """What this process says of where it is. `memory`: ranks that say the same can share theirs."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text()
     own = os.environ.get("STRATA_MACHINE", "")  # ranks of one host that are to count as of several
-    memory = f"{boot.strip()} {os.geteuid()} {os.readlink('/proc/self/ns/pid')} {own}"
+    memory = f"{machine.boot_id()} {os.geteuid()} {machine.pid_namespace()} {own}"
     return {"name": own or socket.gethostname(), "memory": memory}
 
 

@@ -38,7 +38,6 @@ MARKER_NAME = "strata-work.json"
 PREFIX_END = ".strata-"
 UNMARKED = re.compile(r"[a-z0-9_]{8}")  # as tempfile ends names
 ATTEMPTS = 10  # to have a folder that nobody takes away before it is marked
-BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 log = logging.getLogger("strata")
 
@@ -195,7 +194,7 @@ def _prefix(target: str) -> str:
 def _boot() -> str:
     """What no other machine has, and this one not after its next start; empty: unknown."""
     try:
-        return BOOT_ID.read_text().strip()
+        return machine.boot_id()
     except OSError:
         return ""
 

@@ -29,6 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from .._config.machine import boot_id, pid_namespace
 from .._core import remove_leftovers as remove_leftovers_in
 from .._errors import StrataError
 
@@ -161,7 +162,7 @@ class _Holder:
     @property
     def lives(self) -> bool:
         """Or may do so, where its number means nothing here."""
-        if self.process.split()[1:2] != [_pid_namespace()]:
+        if self.process.split()[1:2] != [pid_namespace()]:
             return True
         try:
             os.kill(self.pid, 0)
@@ -174,12 +175,7 @@ class _Holder:
 
 def _process(pid: int) -> str:
     """One of this machine, as the core names it in its lock files."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{pid} {_pid_namespace()} {socket.gethostname()} {boot}"
-
-
-def _pid_namespace() -> str:
-    return os.readlink("/proc/self/ns/pid")
+    return f"{pid} {pid_namespace()} {socket.gethostname()} {boot_id()}"
 
 
 def _holders(text: str) -> list[_Holder]:
