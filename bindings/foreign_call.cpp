@@ -95,7 +95,7 @@ std::string text_of(const py::error_already_set& error) {
          py::str(error.value()).cast<std::string>();
 }
 
-// Runs `body`, which calls Python, on a thread of the core's.
+// Runs `body`, which calls Python, on a thread that has no GIL.
 template <class Body>
 void call_python(const Body& body) {
   const Inside inside;
@@ -200,6 +200,11 @@ Foreign foreign_call(py::handle callable) {
 std::unique_ptr<Wire> foreign_wire(py::handle object) {
   if (object.is_none()) return nullptr;
   return std::make_unique<ForeignWire>(object);
+}
+
+std::function<void()> foreign_notice(py::handle callable) {
+  if (callable.is_none()) return {};
+  return [callable] { call_python([&] { callable(); }); };
 }
 
 }  // namespace strata

@@ -1,18 +1,20 @@
 // Python that the core's own threads call. In the place of an update rule, a callable: what a
 // session calls for groups of rule "foreign". In the place of a wire to other machines, an object
-// with the methods send() and expect(). Arguments are those that bindings/strata/_core.pyi names at
-// Session.
+// with the methods send() and expect(). And what ranks agree upon before they meet. Arguments are
+// those that bindings/strata/_core.pyi names at Session.
 //
-// Threads: called by workers and couriers; takes the GIL for the call. Whoever closes the session
-// must have released it, or waits for a thread that waits for the GIL.
+// Threads: called by workers, couriers and who makes the session; takes the GIL for the call.
+// Whoever closes the session must have released it, or waits for a thread that waits for the GIL.
 //
 //   parts.foreign = foreign_call(callable);     // REQUIRES: callable lives as long as the session
 //   parts.wire = foreign_wire(object);          // likewise
+//   parts.claimed = foreign_notice(callable);   // REQUIRES: until the session is made
 #pragma once
 
 #include <sys/types.h>
 #include <unistd.h>
 
+#include <functional>
 #include <memory>
 
 #include "bindings/lent_memory.hpp"
@@ -22,9 +24,10 @@
 
 namespace strata {
 
-// Both are empty for None. What the object raises comes out as std::runtime_error.
+// All are empty for None. What the object raises comes out as std::runtime_error.
 Foreign foreign_call(py::handle callable);
 std::unique_ptr<Wire> foreign_wire(py::handle object);
+std::function<void()> foreign_notice(py::handle callable);
 
 // From the interpreter's exit on, calls fail. Call once, when the module is made.
 void shut_door_at_exit();

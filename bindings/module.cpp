@@ -104,12 +104,13 @@ py::dict step(Session& session, const py::list& groups, double max_norm, double 
   return out;
 }
 
-SessionHolder make_session(const py::dict& dict, const py::object& foreign,
-                           const py::object& wire) {
+SessionHolder make_session(const py::dict& dict, const py::object& foreign, const py::object& wire,
+                           const py::object& claimed) {
   const Config config = parse_config(dict);
   SessionParts parts;
   parts.foreign = foreign_call(foreign);
   parts.wire = foreign_wire(wire);
+  parts.claimed = foreign_notice(claimed);
   if (!config.machines.empty() && !parts.wire) {
     throw py::value_error("ranks of several machines need a wire between them");
   }
@@ -286,7 +287,8 @@ void bind_session(py::module_& module) {
   SessionClass session(module, "Session");
   session
       .def(py::init(&make_session), py::arg("config"), py::arg("foreign") = py::none(),
-           py::arg("wire") = py::none(), py::keep_alive<1, 3>(), py::keep_alive<1, 4>())
+           py::arg("wire") = py::none(), py::arg("claimed") = py::none(), py::keep_alive<1, 3>(),
+           py::keep_alive<1, 4>())
       .def_property_readonly("plan",
                              [](Session& s) {
                                return plan_dict(s.config(),

@@ -43,8 +43,11 @@ std::unique_ptr<Workers> make_workers(Foundation& base, const WorkerPlacement& p
 
 std::unique_ptr<Meeting> meeting_of(const Config& config, SessionParts& parts) {
   if (parts.meeting || config.ranks == 1) return std::move(parts.meeting);
-  if (ranks_here(config).size() == config.ranks) return std::make_unique<Machine>(config);
-  return std::make_unique<Machines>(config, std::move(parts.wire));
+  std::function<void()>& claimed = parts.claimed;
+  if (ranks_here(config).size() == config.ranks) {
+    return std::make_unique<Machine>(config, std::move(claimed));
+  }
+  return std::make_unique<Machines>(config, std::move(claimed), std::move(parts.wire));
 }
 
 TierParts tier_parts(SessionParts& parts) {

@@ -25,6 +25,9 @@ struct SessionParts : TierParts, GateOptions {
   Foreign foreign;  // for groups of Rule::foreign
   // Of one of several ranks; absent: the one that the configuration names.
   std::unique_ptr<Meeting> meeting;
+  // Called once when all is claimed, before this rank waits for the others; what it throws the
+  // constructor does. Absent, or this rank is alone: nothing is.
+  std::function<void()> claimed;
   // To ranks of other machines; absent: all are of this one.
   std::unique_ptr<Wire> wire;
   // Called after every turn, for checks of what must always hold.

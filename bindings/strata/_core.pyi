@@ -45,12 +45,12 @@ from ._saved_pages import load_moments as load_moments
 from ._session_config import Config as Config
 from ._session_config import DtypeName as DtypeName
 from ._session_config import GroupSpec as GroupSpec
+from ._session_config import Kind as Kind
 from ._session_config import ParamSpec as ParamSpec
 from ._session_config import Ranks as Ranks
+from ._session_config import Rule as Rule
 from ._session_config import StoredName as StoredName
 from ._session_config import Wire as Wire
-
-Kind = Literal["master", "moment1", "moment2", "grad"]
 
 __version__: str
 
@@ -128,13 +128,13 @@ class Session:
     def __init__(
         self,
         config: Config,
-        foreign: Callable[[int, int, int, int, int, int, int, int], None] | None = None,
+        foreign: Rule | None = None,
         wire: Wire | None = None,
+        claimed: Callable[[], None] | None = None,
     ) -> None:
-        """`foreign` updates groups of rule "foreign", on worker threads: options, parameter, step
-        (from 1), count, and addresses of so many float32 values: parameter, gradient, moment1 and
-        moment2 (0: absent). What it raises ends the session with a StrataError. `wire` reaches
-        ranks of other machines, on threads of the core's."""
+        """`foreign` updates groups of rule "foreign", on worker threads; what it raises ends the
+        session with a StrataError. `wire` reaches ranks of other machines, on threads of the
+        core's. `claimed` is called once a rank has all it claims, ahead of others; may raise."""
     @property
     def plan(self) -> Plan: ...
     def step_budgets(self, device_bytes: int) -> Budgets:

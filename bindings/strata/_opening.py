@@ -22,7 +22,7 @@ from ._config.choices import INIT, OF_SEVERAL_MACHINES
 from ._config.device import say_slow_dtypes
 from ._config.managed import check_parameters
 from ._config.options import Options
-from ._config.ranks import all_or_none, find_ranks, naming_lost
+from ._config.ranks import Ranks, all_or_none, find_ranks, naming_lost
 from ._config.sharding import check_sharded, take_shards, trains_alone
 from ._config.sizes import format_count, format_size
 from ._config.wire import Wire
@@ -148,12 +148,7 @@ def _start(
     undo.first(claim.close)
     with all_or_none(options.ranks):
         claim.take(options)
-    options.look_at_machine()
-    with all_or_none(options.ranks):
-        weight_files.check_values(model, options.weights)
-        config, hooked, _ = fit(model, optimizer, options, _core.plan)
-    if options.ranks is not None:
-        check_fitted(options.ranks, config, sum(isinstance(of, Tiled) for of in model.modules()))
+    config, hooked = _fit(model, optimizer, options)
     say_slow_dtypes(config["device"], {param["dtype"] for param in config["params"]})
     gc.collect()  # wrapped models that nobody can reach any more still have frames and files
     await_collected()
@@ -171,19 +166,22 @@ def _start(
         for name, usual in OF_SEVERAL_MACHINES.items():
             if (value := getattr(options, name)) != usual:
                 log.info("%s=%r does nothing: there is one machine", name, value)
-    session = _core.Session(whole, foreign, wire)
-    undo.first(session.close)
-    state = Wrapped(model, session, config)
-    undo.first(state.landings.close)
-    state.shards = Shards.of(state)
-    if wire is not None:
-        state.wire = wire
-        state.coded_gathers = config["ranks"]["coded_gathers"]
-        state.after_close.append(wire.close)
-    state.after_close.append(claim.close)
-    _fill(state, options)
-    if options.ranks is not None:  # nobody reads what is not written yet
-        options.ranks.wait()
+    with all_or_none(options.ranks) as come_so_far:  # nobody reads what is not written yet
+        session = _core.Session(whole, foreign, wire, come_so_far)
+        undo.first(session.close)
+        state = Wrapped(model, session, config)
+        undo.first(state.landings.close)
+        state.shards = Shards.of(state)
+        if wire is not None:
+            state.wire = wire
+            state.coded_gathers = config["ranks"]["coded_gathers"]
+            state.after_close.append(wire.close)
+        state.after_close.append(claim.close)
+        if options.ranks is not None and options.weights is None:
+            come_so_far()
+            _share_values(state, options.ranks)
+        _fill(state, options)
+    if options.ranks is not None:
         options.ranks.close()
         state.ranks = options.ranks
         watch_ranks = Watch(session, options.rank_timeout)
@@ -209,6 +207,22 @@ def _start(
     if options.activations is not None:
         _start_planning(state, options, whole["device_bytes"], undo)
     return state
+
+
+def _fit(
+    model: nn.Module, optimizer: torch.optim.Optimizer, options: Options
+) -> tuple[_core.Config, dict[nn.Module, list[int]]]:
+    """The configuration under which the model fits, alike on all ranks, and the modules to hook."""
+    options.look_at_machine()
+    with all_or_none(options.ranks) as come_so_far:
+        weight_files.check_values(model, options.weights)
+        config, hooked, _ = fit(model, optimizer, options, _core.plan)
+        come_so_far()
+        if options.take_page_size_of_all(config["page_bytes"]):
+            config, hooked, _ = fit(model, optimizer, options, _core.plan)
+    if options.ranks is not None:
+        check_fitted(options.ranks, config, sum(isinstance(of, Tiled) for of in model.modules()))
+    return config, hooked
 
 
 def _drop_gradients(model: nn.Module) -> int:
@@ -258,13 +272,18 @@ def _start_planning(
     state.session.adopt(param_bytes=goal.param_bytes)
 
 
+def _share_values(state: Wrapped, ranks: Ranks) -> None:
+    """Gives the model of each rank the values that rank 0 has."""
+    for parameter in state.params:
+        for part in parts_of(parameter) if is_nf4(parameter) else [parameter]:
+            ranks.share(part)
+    for buffer in state.model.buffers():
+        ranks.share(buffer)
+
+
 def _fill(state: Wrapped, options: Options) -> None:
     """Stores the values of all parameters. The model itself is not touched yet: this may fail."""
     if options.weights is None:
-        if options.ranks is not None:
-            for parameter in state.params:
-                for part in parts_of(parameter) if is_nf4(parameter) else [parameter]:
-                    options.ranks.share(part)
         tiles: dict[int, Whole] = {}
         for tensor in stored_tensors(state.model):
             if len(tensor.parts) > 1:
@@ -275,9 +294,6 @@ def _fill(state: Wrapped, options: Options) -> None:
                 state.write(i, codes_of(state.names[i], parameter))
             else:
                 state.write(i, parameter, whole=tiles.get(i))
-        if options.ranks is not None:
-            for buffer in state.model.buffers():
-                options.ranks.share(buffer)
         return
     place = {name: i for i, name in enumerate(state.names)}
     weight_files.load(

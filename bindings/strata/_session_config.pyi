@@ -2,6 +2,7 @@
 means. For type checkers only: import these from _core.
 """
 
+from collections.abc import Callable
 from typing import Literal, NotRequired, Protocol, TypedDict
 
 DtypeName = Literal["float32", "float16", "bfloat16"]
@@ -80,6 +81,12 @@ class Arrival(Protocol):
 
     def wait(self, patience: float) -> None: ...
     def drop(self) -> None: ...
+
+Rule = Callable[[int, int, int, int, int, int, int, int], None]
+"""Updates a slice: options, parameter, step (from 1), count, and addresses of so many float32
+values: parameter, gradient, moment1 and moment2 (0: absent)."""
+
+Kind = Literal["master", "moment1", "moment2", "grad"]
 
 class Wire(Protocol):
     """Each place is an address and a size. send() raises where the other rank is gone, or takes

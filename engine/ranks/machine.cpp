@@ -49,6 +49,7 @@ std::vector<Seat> Machine::meet(const SeatOffer& offer) {
   const Descriptor bell = offer.bell->duplicate();
   std::vector<int> offered = {own_->descriptor(), offer.memory_file, bell.get()};
   if (offer.device_file >= 0) offered.push_back(offer.device_file);  // whose device lends
+  if (claimed_) std::exchange(claimed_, {})();
   // 2. All ranks come.
   std::vector<Peer> peers;
   if (here.size() > 1) {

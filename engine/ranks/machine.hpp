@@ -4,13 +4,15 @@
 //
 // Threads: one caller at a time.
 //
-//   Machine machine(config);                 // the folder, rank and ranks of it
+//   Machine machine(config, claimed);        // the folder, rank and ranks of it
 //   std::vector<Seat> seats = machine.meet(offer);
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include "engine/config.hpp"
@@ -27,13 +29,17 @@ std::vector<std::uint32_t> ranks_here(const Config& config);
 
 class Machine final : public Meeting {
  public:
-  explicit Machine(const Config& config) : config_(config) {}
+  // `claimed`, if any, is called once when this rank has all that it shows, before it waits for the
+  // others. What it throws ends the meeting.
+  Machine(const Config& config, std::function<void()> claimed)
+      : config_(config), claimed_(std::move(claimed)) {}
 
   std::vector<Seat> meet(const SeatOffer& offer) override;
   std::vector<LostRank> lost() override;
 
  private:
   const Config& config_;
+  std::function<void()> claimed_;
   std::optional<SharedArea> own_;     // rings to this rank, then its board
   std::vector<MappedArea> areas_;     // those of others
   std::vector<MappedArea> memories_;  // likewise, their host memory

@@ -21,8 +21,8 @@ std::chrono::milliseconds milliseconds_of(double seconds) {
 
 }  // namespace
 
-Machines::Machines(const Config& config, std::unique_ptr<Wire> wire)
-    : config_(config), wire_(std::move(wire)), here_(config) {
+Machines::Machines(const Config& config, std::function<void()> claimed, std::unique_ptr<Wire> wire)
+    : config_(config), wire_(std::move(wire)), here_(config, std::move(claimed)) {
   STRATA_ASSERT(wire_ != nullptr && config_.machines.size() == config_.ranks);
   for (std::uint32_t rank = 0; rank < config_.ranks; ++rank) {
     if (config_.machine(rank) != config_.machine(config_.rank)) far_.push_back(rank);

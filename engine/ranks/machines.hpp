@@ -3,12 +3,13 @@
 //
 // Threads: one caller at a time; couriers have threads of their own.
 //
-//   Machines machines(config, std::move(wire));     // config.machines: the name of each rank's
+//   Machines machines(config, claimed, std::move(wire));  // config.machines: each rank's by name
 //   std::vector<Seat> seats = machines.meet(offer);
 //   machines.part();                                // before the memory offered goes
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <vector>
 
@@ -23,8 +24,8 @@ namespace strata {
 
 class Machines final : public Meeting {
  public:
-  // REQUIRES: the configuration names more than one machine.
-  Machines(const Config& config, std::unique_ptr<Wire> wire);
+  // `claimed`: as of Machine. REQUIRES: the configuration names more than one machine.
+  Machines(const Config& config, std::function<void()> claimed, std::unique_ptr<Wire> wire);
 
   std::vector<Seat> meet(const SeatOffer& offer) override;
   std::vector<LostRank> lost() override;

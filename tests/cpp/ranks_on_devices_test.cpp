@@ -162,7 +162,9 @@ TEST(RanksOnGpus, PagesOfOtherMachinesComeFromTheDeviceThatRelaysThem) {
     };
     const std::uint64_t came = came_among(Hosts::pairs);
     EXPECT_GT(came, 0U);
-    if (!few_frames) EXPECT_GT(2 * came, came_among(Hosts::one));
+    if (!few_frames) {
+      EXPECT_GT(2 * came, came_among(Hosts::one));
+    }
   });
 }
 

@@ -22,7 +22,7 @@ PAGE = 4096
 class Session(Saves, Alone):
     """One session. Every method checks what the contract requires of its caller."""
 
-    def __init__(self, config: dict[str, Any], foreign: Any = None, wire: None = None) -> None:
+    def __init__(self, config: dict[str, Any], foreign: Any = None, *_of_ranks: Any) -> None:
         super().__init__()
         self.config = config
         self.plan = plan(config)

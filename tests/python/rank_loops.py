@@ -107,12 +107,17 @@ def options_of(run: Rank, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def train(
-    run: Rank, model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, first: int = 0
+    run: Rank,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    steps: int,
+    first: int = 0,
+    width: int = WIDTH,
 ) -> None:
     """Plain steps of the micro-batches of this rank."""
     like = next(model.parameters())
     for step in range(first, first + steps):
-        mine = run.share(batches_of(step))
+        mine = run.share(batches_of(step, width))
         for batch in mine:
             (
                 model(batch.to(like.device, like.dtype)).float().square().mean() / len(mine)

@@ -58,6 +58,37 @@ def machines(run: Rank) -> tuple[str, ...]:
     return found.machines if found is not None else ()
 
 
+def has_its_own_tmp(run: Rank) -> dict[str, Any]:
+    """Two ranks and two others have folders that only they see. Returns what was learned, the names
+    of machines, and what is left in such a folder."""
+    from strata._config import ranks
+
+    home = run.folder / f"tmp-{run.rank // 2}"
+    home.mkdir(exist_ok=True)
+    os.environ["XDG_RUNTIME_DIR"] = str(home)
+    ranks._sees = lambda folder: folder.startswith(str(home))
+    model, optimizer = wrap(run, make_model())
+    train(run, model, optimizer, 2)
+    others = wrapped(model).ranks
+    names = others.machines if others is not None else ()
+    return {"hash": hash_of(model), "machines": names, "left": os.listdir(home)}
+
+
+def reads_pages(run: Rank, steps: int, **options: Any) -> int:
+    """Bytes of pages that this rank reads from the SSD in steps behind the first one."""
+    width = 256
+    options = options_of(run, {"ssd_path": "own", **options})
+    model, optimizer = wrap(run, make_model(3, width), **options)
+    session = wrapped(model).session
+    train(run, model, optimizer, 1, width=width)
+    run.meet()
+    before = session.stats()["ssd to host bytes"]
+    train(run, model, optimizer, steps, first=1, width=width)
+    run.meet()
+    read: int = session.stats()["ssd to host bytes"] - before
+    return read
+
+
 def crosses(run: Rank) -> tuple[int, int]:
     """Bytes that this rank sends while all compute a forward, one behind the other; and bytes of
     the parameters that it owns."""
@@ -310,18 +341,19 @@ def is_refused(run: Rank, what: str) -> list[str]:
         options["rank_sums"] = "machines"
     if what == "workers" and odd:
         options["workers"] = -1
-    if what in ("weights", "missing"):
+    if what in ("weights", "missing", "values of a file"):
         path = run.folder / f"of-{run.rank}.safetensors"
         values = model.state_dict()
-        values["2.2.weight"] = values["2.2.weight"] + 1e-3 * odd  # one of twelve
-        if what == "weights" or not odd:
+        if what == "weights":
+            values["2.2.weight"] = values["2.2.weight"] + 1e-3 * odd  # one of twelve
+        if what != "missing" or not odd:
             save_file(values, path)
         options["weights"] = path
     if what == "no weights" and not odd:
         options["weights"] = "init"
     if what == "seeds":
         options |= {"weights": "init", "seed": run.rank}
-    if what in ("weights", "missing", "no weights", "seeds"):
+    if what in ("weights", "missing", "values of a file", "no weights", "seeds"):
         model = model.to("meta")
     if what == "files" and odd:
         most = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
@@ -330,12 +362,39 @@ def is_refused(run: Rank, what: str) -> list[str]:
         used = 1 + max(map(int, os.listdir("/proc/self/fd")))
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (used + 2, most))
+    if what in ("values", "values of a file") and odd:
+        from strata._runtime.wrapped import Wrapped
+
+        Wrapped.write = _no_write  # type: ignore[method-assign, assignment]
     before = time.monotonic()
     try:
         strata.wrap(model, optimizer(model.parameters(), lr=1e-2), **options)
     except (ValueError, RuntimeError, OSError) as error:
-        return [type(error).__name__, str(error), str(time.monotonic() - before)]
+        found = [type(error).__name__, str(error), str(time.monotonic() - before)]
+        _await_refusals(run)
+        return found
     return ["none", "", ""]
+
+
+def _await_refusals(run: Rank) -> None:
+    """Lives on for the longest that any rank is to take: its end would tell the others, too."""
+    run.mark(f"refused-{run.rank}")
+    until = time.monotonic() + 30
+    while time.monotonic() < until and len(list(run.folder.glob("refused-*"))) < run.ranks:
+        time.sleep(0.01)
+
+
+def _no_write(*_: Any, **__: Any) -> None:
+    raise OSError("no room for values")
+
+
+def has_other_memory(run: Rank, budgets: list[str]) -> tuple[int, str]:
+    """Each rank has a device budget of its own. Returns the page size, and what was learned."""
+    width = 480
+    memory = {"device": budgets[run.rank], "host": "96MiB"}
+    model, optimizer = wrap(run, make_model(3, width), memory=memory, activations=None)
+    train(run, model, optimizer, 2, width=width)
+    return wrapped(model).session.plan["page_bytes"], hash_of(model)
 
 
 def _no_folder() -> str:
@@ -353,8 +412,8 @@ def ends_ahead(run: Rank, where: str) -> None:
             "Core", (), {"plan": _opening._core.plan, "Session": lambda *_: os._exit(3)}
         )
     if run.rank == 1 and where == "values":
-        from strata._config.ranks import Ranks
+        from strata import _opening
 
-        Ranks.wait = lambda _: os._exit(3)  # type: ignore[method-assign, assignment]
+        _opening._fill = lambda *_: os._exit(3)
     wrap(run, make_model())
     distributed.barrier()

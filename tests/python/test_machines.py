@@ -205,6 +205,17 @@ def test_a_machine_is_what_shares_memory(ranks: Ranks) -> None:
     assert same(ranks.run("rank_promises.machines", "aab")) == ["a", "a", "b"]
 
 
+def test_ranks_that_see_other_folders_are_of_other_machines(ranks: Ranks) -> None:
+    """As in containers, whose processes may be of one user and one list."""
+    (alone,) = ranks.run("rank_promises.has_its_own_tmp", 1)
+    found = ranks.run("rank_promises.has_its_own_tmp", 4)
+    assert {of["hash"] for of in found} == {alone["hash"]}
+    first, other = found[0]["machines"][::2]
+    assert first != other
+    assert all(of["machines"] == [first, first, other, other] for of in found)
+    assert all(of["left"] == [] for of in found)
+
+
 def test_a_rank_that_ends_early_ends_the_others(ranks: Ranks) -> None:
     left, stayed = ranks.start("ends_early", EACH).wait(30)
     assert left.code == 0, left.output

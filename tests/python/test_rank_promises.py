@@ -55,6 +55,15 @@ def test_a_machine_reads_each_weight_once(ranks: Ranks, tmp_path: Path) -> None:
     assert sum(of["looked"] for of in found) <= size * 1.1, found
 
 
+@pytest.mark.parametrize("count", [2, 4])
+def test_a_machine_reads_each_page_once(ranks: Ranks, count: int) -> None:
+    """However many of its ranks compute with it."""
+    how = {"memory": {"device": "4MiB", "host": "8MiB", "ssd": "1GiB"}, "page_size": "64KiB"}
+    (expected,) = ranks.run("rank_promises.reads_pages", 1, steps=4, **how)
+    assert expected > 0
+    assert sum(ranks.run("rank_promises.reads_pages", count, steps=4, **how)) < 1.1 * expected
+
+
 # Steps --------------------------------------------------------------------------------------------
 
 
@@ -174,11 +183,16 @@ def test_what_ranks_cannot_train_together_is_named_by_all(
         ("infeasible", 1, "StrataError: infeasible: .*device|^infeasible: .*device"),
         ("lending", 1, "STRATA_GPU_LENDING is 'often': it is one of faster, always, never"),
         ("folder", 0, "no room to meet"),
+        ("files", 1, "memory|File too large|ulimit -f"),
+        ("descriptors", 1, "ulimit -n|open files"),
+        ("values", 1, "no room for values"),
+        ("values of a file", 1, "no room for values"),
     ],
 )
 def test_what_one_rank_refuses_by_itself_all_say(
     ranks: Ranks, what: str, who: int, words: str
 ) -> None:
+    """Soon, though its process lives on."""
     found = ranks.run("rank_promises.is_refused", 2, what=what)
     for rank, (kind, said, seconds) in enumerate(found):
         assert re.search(words, said), said
@@ -195,15 +209,16 @@ def test_what_the_core_compares_is_named_by_all(ranks: Ranks) -> None:
         assert "cannot train together: one has a model with other parameters" in said
 
 
-@pytest.mark.parametrize(
-    ("what", "words"),
-    [("files", "memory|File too large|ulimit -f"), ("descriptors", "ulimit -n|open files")],
-)
-def test_limits_of_one_rank_are_named(ranks: Ranks, what: str, words: str) -> None:
-    first, second = ranks.run("rank_promises.is_refused", 2, what=what)
-    assert re.search(words, second[1]), second
-    assert re.search("rank 1 .*ended|rank 1 .*its own", first[1]), first
-    assert float(first[2]) < 1.5 * SOON_S  # the other one has to end first
+def test_ranks_of_unlike_device_budgets_have_pages_of_one_size(ranks: Ranks) -> None:
+    large, small = "8MiB", "5.4MiB"
+    (alone, expected), (other, _) = (
+        ranks.run("rank_promises.has_other_memory", 1, budgets=[device])[0]
+        for device in (large, small)
+    )
+    assert other < alone
+    for page, learned in ranks.run("rank_promises.has_other_memory", 2, budgets=[large, small]):
+        assert page <= other
+        assert learned == expected
 
 
 # torchrun -----------------------------------------------------------------------------------------

@@ -155,6 +155,16 @@ class Options:
             host, disk = machine.free_host_bytes(), self._free_disk()
             self._free = (self.ranks.least(host), self.ranks.least(disk))
 
+    def take_page_size_of_all(self, found: int) -> bool:
+        """Where page_size is "auto": the smallest of those that ranks find, by device budgets that
+        may differ. Returns whether it is another one than `found`. All ranks come here."""
+        if self.ranks is None or self.page_size != "auto":
+            return False
+        smallest = self.ranks.least(found)
+        if smallest < found:
+            self.page_size = smallest
+        return smallest < found
+
     def free_host_bytes(self) -> int:
         """What is taken of its own accord by this process."""
         free = self._free[0] if self._free else machine.free_host_bytes()

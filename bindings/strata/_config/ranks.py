@@ -7,7 +7,6 @@
     ranks.hear(value)                     # what all of them say
     ranks.share(tensor)                   # what rank 0 has
     ranks.least(free_bytes)               # the smallest of what they have
-    ranks.wait()                          # for all of them
     ranks.close()
     with naming_lost(ranks): ...          # who has ended is named, where torch only lost it
     ranks_there()                         # those of all processes, with their machines, and no more
@@ -115,10 +114,6 @@ class Ranks:
         """The smallest number that a rank has; on paper this one's."""
         return Collectives(self.group).least(number) if self.folder else number
 
-    def wait(self) -> None:
-        """Returns when all have come here."""
-        self.least(0)
-
     def ended(self, seconds: float) -> list[int]:
         """Of this machine: the ranks whose processes have ended, or the first to end within so many
         seconds."""
@@ -153,15 +148,35 @@ def gpu_lending() -> str:
 
 
 @contextlib.contextmanager
-def all_or_none(ranks: Ranks | None) -> Iterator[None]:
-    """Where a rank raises inside, the others raise ValueError with its words. All ranks come here;
-    nobody asks the others for anything inside."""
+def all_or_none(ranks: Ranks | None) -> Iterator[Callable[[], None]]:
+    """Where a rank raises inside, the others raise ValueError with its words. All ranks come here.
+
+    Yields what they call in the middle, where nobody may go on alone: it returns when all have come
+    so far, or ends the block. Nobody asks the others for anything inside, but right behind it.
+    """
+    ends: list[BaseException] = []
+
+    def come_so_far() -> None:
+        try:
+            _refuse_as_others(ranks)
+        except BaseException as error:
+            ends.append(error)
+            raise
+
     try:
-        yield
-    except Exception as error:
-        if ranks is not None:
-            ranks.hear(f"{type(error).__name__}: {error!s:.1000}")
+        yield come_so_far
+    except BaseException as error:
+        if ends:  # whatever the core has made of it
+            raise ends.pop() from None
+        if ranks is not None and isinstance(error, Exception):
+            with contextlib.suppress(RuntimeError):  # of others that have ended meanwhile
+                ranks.hear(f"{type(error).__name__}: {error!s:.1000}")
         raise
+    _refuse_as_others(ranks)
+
+
+def _refuse_as_others(ranks: Ranks | None) -> None:
+    """Raises ValueError where another rank has refused."""
     for rank, why in enumerate(ranks.hear("") if ranks is not None else []):
         if why:
             raise ValueError(f"strata.wrap() was refused on rank {rank}: {why}")
@@ -286,17 +301,9 @@ def _find_ranks(rank_group: Any) -> Ranks | None:
             "ranks meet over a file (init_method='file://...'): where one is killed while it "
             "writes there, the others may read for ever: use torchrun, or init_method='tcp://...'"
         )
-    said = found.hear({**_machine(), "pid": os.getpid()})
-    machines = _named(said)
+    pids = found.hear(os.getpid())
+    machines, folders = _places(found)
     here = _here(found.rank, found.count, machines)
-    own = ""
-    try:
-        with all_or_none(found):
-            own = _meeting_folder() if here[0] == found.rank else ""
-        folders = found.hear(own)
-    except BaseException:
-        shutil.rmtree(own, ignore_errors=True)
-        raise
     if machines:
         log.info(
             "ranks of %d machines, which do not share memory: %s; pages and gradients go from one "
@@ -308,9 +315,37 @@ def _find_ranks(rank_group: Any) -> Ranks | None:
         found,
         folder=folders[here[0]],
         run=os.path.basename(folders[0]),
-        pids=tuple(of["pid"] if rank in here else 0 for rank, of in enumerate(said)),
+        pids=tuple(pid if rank in here else 0 for rank, pid in enumerate(pids)),
         machines=machines,
     )
+
+
+def _places(ranks: Ranks) -> tuple[tuple[str, ...], list[str]]:
+    """By rank: the name of its machine (none: there is one), and the folder that it has made, which
+    the first of each machine does. Whoever does not see the one of its machine, as in a container
+    with a /tmp of its own, counts as of another machine."""
+    said = ranks.hear(_machine())
+    while True:
+        machines = _named(said)
+        first = _here(ranks.rank, ranks.count, machines)[0]
+        own = ""
+        try:
+            with all_or_none(ranks):
+                own = _meeting_folder() if first == ranks.rank else ""
+            folders = ranks.hear(own)
+            sees = ranks.hear(_sees(folders[first]))
+        except BaseException:
+            shutil.rmtree(own, ignore_errors=True)
+            raise
+        if all(sees):
+            return machines, folders
+        shutil.rmtree(own, ignore_errors=True)
+        for of, saw in zip(said, sees, strict=True):
+            of["memory"] += "" if saw else " apart"
+
+
+def _sees(folder: str) -> bool:
+    return os.path.isdir(folder)
 
 
 def _machine() -> dict[str, str]:
