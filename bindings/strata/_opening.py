@@ -7,10 +7,12 @@ optimizer.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import logging
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import nn
@@ -26,6 +28,7 @@ from ._config.ranks import Ranks, all_or_none, find_ranks, naming_lost
 from ._config.sharding import check_sharded, take_shards, trains_alone
 from ._config.sizes import format_count, format_size
 from ._config.wire import Wire
+from ._errors import StrataError
 from ._hooks.hooks import Hooks
 from ._hooks.parallel import refuse_parallel
 from ._optim.foreign import Foreign, make_foreign
@@ -152,21 +155,15 @@ def _start(
     say_slow_dtypes(config["device"], {param["dtype"] for param in config["params"]})
     gc.collect()  # wrapped models that nobody can reach any more still have frames and files
     await_collected()
-    foreign = make_foreign(optimizer)
-    if foreign is not None:
-        _log_cost(foreign, optimizer, config)
-    # The core's budget counts whole units that a plan lets rest on the device, too.
-    whole = config.copy()
-    whole["device_bytes"] = device_goal(config, options)
-    wire = None
-    if options.ranks is not None and options.ranks.machines:
-        wire = Wire(options.ranks.rank, options.ranks.machines, options.ranks.run)
-        undo.first(wire.close)
-    else:
-        for name, usual in OF_SEVERAL_MACHINES.items():
-            if (value := getattr(options, name)) != usual:
-                log.info("%s=%r does nothing: there is one machine", name, value)
     with all_or_none(options.ranks) as come_so_far:  # nobody reads what is not written yet
+        foreign = make_foreign(optimizer)
+        if foreign is not None:
+            _log_cost(foreign, optimizer, config)
+        # The core's budget counts whole units that a plan lets rest on the device, too.
+        whole = config.copy()
+        whole["device_bytes"] = device_goal(config, options)
+        come_so_far()
+        wire = _reach_machines(options, undo)
         session = _core.Session(whole, foreign, wire, come_so_far)
         undo.first(session.close)
         state = Wrapped(model, session, config)
@@ -187,6 +184,7 @@ def _start(
         watch_ranks = Watch(session, options.rank_timeout)
         undo.first(watch_ranks.end)
         state.after_leaving.append(watch_ranks.end)
+        undo.first(partial(_give_up, session))  # from here on others do not hear of a failure
     # 2. The model, and what stands for its optimizer.
     _move(state, options.dtype)
     release_originals(model)
@@ -207,6 +205,24 @@ def _start(
     if options.activations is not None:
         _start_planning(state, options, whole["device_bytes"], undo)
     return state
+
+
+def _reach_machines(options: Options, undo: Undo) -> Wire | None:
+    """The way to ranks of other machines; None: there are none."""
+    if options.ranks is not None and options.ranks.machines:
+        wire = Wire(options.ranks.rank, options.ranks.machines, options.ranks.run)
+        undo.first(wire.close)
+        return wire
+    for name, usual in OF_SEVERAL_MACHINES.items():
+        if (value := getattr(options, name)) != usual:
+            log.info("%s=%r does nothing: there is one machine", name, value)
+    return None
+
+
+def _give_up(session: _core.Session) -> None:
+    """Other ranks may be in their first step already, and wait for this one."""
+    with contextlib.suppress(StrataError):  # the session has ended with one
+        session.leave_ranks(gives_up=True)
 
 
 def _fit(

@@ -151,6 +151,15 @@ def awaited(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if wait is None else wait()
 
 
+def copy_rows(target: torch.Tensor, value: torch.Tensor) -> None:
+    """As target.copy_(value), which torch refuses an expanded tensor, of which all rows are one."""
+    for dim, stride in enumerate(target.stride()):
+        if stride == 0:
+            target, value = target.narrow(dim, 0, 1), value.narrow(dim, 0, 1)
+    with torch.no_grad():
+        target.copy_(value)
+
+
 def is_dtensor(tensor: torch.Tensor) -> bool:
     """Whether it is a DTensor. torch.distributed.tensor takes long to import, and is not."""
     return type(tensor).__name__ == "DTensor"

@@ -22,6 +22,15 @@ Seat seat_of(std::span<std::byte> area, std::uint32_t ranks, std::span<const std
           .memory = memory};
 }
 
+// What a rank of this machine takes here: four that it sends, its connection, and its process.
+constexpr std::size_t kFilesOfARank = 6;
+
+// Whoever finds no room for what others send has let them wait for it in vain.
+void check_room_for_files(std::size_t others, const Doorbell& any) {
+  std::vector<Descriptor> spare;
+  for (std::size_t i = 0; i < others * kFilesOfARank; ++i) spare.push_back(any.duplicate());
+}
+
 }  // namespace
 
 std::vector<std::uint32_t> ranks_with(const Config& config, std::uint32_t rank) {
@@ -49,6 +58,7 @@ std::vector<Seat> Machine::meet(const SeatOffer& offer) {
   const Descriptor bell = offer.bell->duplicate();
   std::vector<int> offered = {own_->descriptor(), offer.memory_file, bell.get()};
   if (offer.device_file >= 0) offered.push_back(offer.device_file);  // whose device lends
+  check_room_for_files(here.size() - 1, *offer.bell);
   if (claimed_) std::exchange(claimed_, {})();
   // 2. All ranks come.
   std::vector<Peer> peers;

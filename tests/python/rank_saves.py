@@ -13,7 +13,7 @@ from typing import Any
 import strata
 import torch
 from rank_loops import Rank, hash_of, make_model, options_of, train, wrap
-from strata._storage import checkpoint_writer, shards
+from strata._storage import checkpoint_writer, saving, shards
 from strata._storage.checkpoint_files import read_manifest
 from torch import nn
 
@@ -76,6 +76,27 @@ def saves_beside(
         shards.ShardWriter.write = write  # type: ignore[method-assign]
     run.meet()
     return {"hash": hash_of(model), "draws": draws, "said": said, "complete": handle.complete}
+
+
+def cannot_begin(run: Rank, path: str, what: str, **options: Any) -> dict[str, Any]:
+    """Rank 1 cannot open what is held, or rank 0 cannot say how far it has come. What each is told;
+    then a save goes well."""
+    model, optimizer = _trained(run, make_model(), **options)
+    init = saving.SnapshotValues.__init__
+
+    def fails(*_: Any) -> None:
+        raise OSError("not here")
+
+    if what == "open" and run.rank == 1:
+        saving.SnapshotValues.__init__ = fails  # type: ignore[method-assign]
+    progress = fails if what == "progress" and run.rank == 0 else None
+    said = _error_of(
+        lambda: strata.save(model, path, wait=what != "open", progress=progress).wait(60)
+    )
+    saving.SnapshotValues.__init__ = init  # type: ignore[method-assign]
+    run.meet()
+    train(run, model, optimizer, 1, first=STEPS)
+    return {"said": said, "complete": strata.save(model, path).complete}
 
 
 def loads(

@@ -199,6 +199,8 @@ def kinds(run: Rank) -> dict[str, Any]:
             self.frozen = nn.Linear(32, 32).requires_grad_(False)
             self.head = nn.Linear(32, 50, bias=False)
             self.head.weight = self.embed.weight
+            rows = torch.arange(3.0) + torch.initial_seed()  # rank 0's count here, too
+            self.register_buffer("rows", rows.expand(2, 3))
 
         def forward(self, tokens: torch.Tensor) -> torch.Tensor:
             return self.head(self.frozen(self.middle(self.embed(tokens))))

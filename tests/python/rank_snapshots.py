@@ -281,26 +281,35 @@ def leaves(run: Rank, series: str, **options: Any) -> list[str]:
     return error_of(strata.snapshot(model, series).wait)
 
 
-def cannot_write(run: Rank, series: str, victim: int, **options: Any) -> dict[str, Any]:
-    """The victim's disk is full, once. All train on, and take the next one."""
+def cannot_write(
+    run: Rank, series: str, victim: int, what: str = "sync", **options: Any
+) -> dict[str, Any]:
+    """The victim's disk is full, once: in that method of Links. All train on, and take the next
+    one."""
     model, optimizer = start(run, make_model(), **options)
     strata.snapshot(model, series).wait(SERIES_S)
     train(run, model, optimizer, 1, first=STEPS)
-    sync = Links.sync
+    middle, method = hash_of(model), getattr(Links, what)
 
     def full(links: Links) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     if run.rank == victim:
-        Links.sync = full  # type: ignore[method-assign]
+        setattr(Links, what, full)
     said = error_of(lambda: strata.snapshot(model, series).wait(SERIES_S))
-    Links.sync = sync  # type: ignore[method-assign]
+    setattr(Links, what, method)
     run.meet()
     left = sorted(entry.name for entry in Path(series).iterdir())
     run.meet()
     train(run, model, optimizer, 1, first=STEPS + 1)
     folder = strata.snapshot(model, series).wait(SERIES_S)
-    return {"said": said, "left": left, "folder": folder.name, "hash": hash_of(model)}
+    return {
+        "said": said,
+        "left": left,
+        "folder": folder.name,
+        "middle": middle,
+        "hash": hash_of(model),
+    }
 
 
 def interrupted(run: Rank, series: str, **options: Any) -> dict[str, Any]:

@@ -125,6 +125,15 @@ def test_a_rank_cannot_write_beside_the_training(ranks: Ranks, tmp_path: Path, v
     assert loaded[0]["hash"] == same(each(found, "hash"))
 
 
+@pytest.mark.parametrize(("what", "victim"), [("open", 1), ("progress", 0)])
+def test_a_rank_cannot_begin_to_write(ranks: Ranks, tmp_path: Path, what: str, victim: int) -> None:
+    path = str(tmp_path / "checkpoint")
+    found = ranks.run("rank_saves.cannot_begin", 2, path=path, what=what, **CASES["ssd"])
+    assert found[victim]["said"] == ["OSError", "not here"]
+    assert f"failed on rank {victim}: OSError: not here" in found[1 - victim]["said"][1]
+    assert each(found, "complete") == [True, True]
+
+
 @pytest.mark.thorough
 def test_what_is_frozen_is_linked_and_buffers_are_those_of_rank_0(
     ranks: Ranks, tmp_path: Path

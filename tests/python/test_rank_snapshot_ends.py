@@ -15,6 +15,7 @@ from strata._storage.snapshot_series import snapshots_of
 from test_rank_saves import each
 from test_rank_snapshots import links, on_drive
 from test_ranks import all_say, same
+from variants import thorough
 
 SEED = 11
 STEPS = 6  # of a run under fire
@@ -81,11 +82,10 @@ def check_what_is_left(
     newest = snapshots_of(series)[-1].name
     step = step_that_trains_on(ranks, count, hashes, series=str(series), **ssd)
     assert newest == f"step-{step:06d}"
-    if count == 2:  # on the same drives
-        left = {read_manifest(folder)["id"] for folder in snapshots_of(series)}
-        assert {link.name[:16] for link in links(ssd)} == left
-        names = {entry.name for entry in series.iterdir()}
-        assert names == {folder.name for folder in snapshots_of(series)}
+    left = {read_manifest(folder)["id"] for folder in snapshots_of(series)}
+    assert {link.name[:16] for link in links(ssd)} == left
+    names = {entry.name for entry in series.iterdir()}
+    assert names == {folder.name for folder in snapshots_of(series)}
     return step
 
 
@@ -117,6 +117,15 @@ def test_a_rank_is_killed_in_a_commit(
     series = tmp_path / "run"
     kill_in_a_commit(ranks, 2, where, victim, series=str(series), **ssd)
     assert check_what_is_left(ranks, series, ssd, hashes, 2) == step
+
+
+@pytest.mark.parametrize("count", [1, thorough(3)])
+def test_other_ranks_remove_what_a_killed_run_left(
+    ranks: Ranks, tmp_path: Path, ssd: dict[str, Any], hashes: list[str], count: int
+) -> None:
+    series = tmp_path / "run"
+    kill_in_a_commit(ranks, 2, "linked", 1, series=str(series), **ssd)
+    assert check_what_is_left(ranks, series, ssd, hashes, count) == 2
 
 
 @pytest.mark.parametrize("number", range(12))

@@ -298,6 +298,24 @@ def test_a_rank_cannot_write(
     assert same(each(found, "hash")) == loaded[0]["hash"]
 
 
+def test_a_rank_cannot_note_what_is_complete(
+    ranks: Ranks, tmp_path: Path, ssd: dict[str, Any]
+) -> None:
+    """The manifest is there, so its pages stay as they are."""
+    series = tmp_path / "run"
+    found = ranks.run(
+        "rank_snapshots.cannot_write", 2, series=str(series), victim=1, what="finish", **ssd
+    )
+    assert found[1]["said"][0] == "OSError"
+    assert "failed on rank 1: OSError: [Errno 28] No space left" in found[0]["said"][1]
+    assert same(each(found, "left")) == ["step-000002", "step-000003"]
+    left = [folder.name for folder in snapshots_of(series)]
+    assert left == ["step-000003", "step-000004"]
+    for step, learned in (("step-000003", "middle"), ("step-000004", "hash")):
+        loaded = ranks.run("rank_snapshots.goes_on", 1, path=str(series / step), after=0, **ssd)
+        assert same(each(found, learned)) == loaded[0]["hash"]
+
+
 def test_ctrl_c_ends_the_wait_and_nothing_else(
     ranks: Ranks, tmp_path: Path, ssd: dict[str, Any]
 ) -> None:

@@ -39,6 +39,7 @@ import torch
 from torch import distributed
 
 from .._errors import StrataError
+from .._torch_compat import copy_rows
 from . import machine
 from .launched import processes_started, restarts_share_a_store
 from .rank_group import Collectives, cpu_group, group_of, meets_over_a_file
@@ -107,8 +108,7 @@ class Ranks:
         values = tensor.detach().cpu().contiguous()
         Collectives(self.group).broadcast(values.view(-1).view(torch.uint8), 0)
         if values.data_ptr() != tensor.data_ptr():
-            with torch.no_grad():
-                tensor.copy_(values)
+            copy_rows(tensor, values)
 
     def least(self, number: int) -> int:
         """The smallest number that a rank has; on paper this one's."""
@@ -268,7 +268,11 @@ def ranks_there() -> Ranks | None:
     """The ranks of all processes, if there is more than one, with the names of their machines. All
     ranks ask at the same moment."""
     found = _joined(None)
-    return replace(found, machines=_named(found.hear(_machine()))) if found is not None else None
+    if found is None:
+        return None
+    machines, folders = _places(found)
+    shutil.rmtree(folders[found.rank], ignore_errors=True)
+    return replace(found, machines=machines)
 
 
 def _joined(rank_group: Any) -> Ranks | None:

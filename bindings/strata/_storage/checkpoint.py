@@ -44,6 +44,7 @@ from .._optim.groups import moments_of
 from .._runtime.coded import KINDS, kinds
 from .._runtime.optimizer import StrataOptimizer
 from .._runtime.wrapped import Wrapped, wrapped
+from .._torch_compat import copy_rows
 from . import coded, rng
 from .checkpoint_files import (
     BUFFER_BYTES,
@@ -243,17 +244,11 @@ def raw_bytes(value: torch.Tensor) -> Iterator[memoryview]:
         yield flat.as_strided(flat.shape, (1,)).view(torch.uint8).numpy().data
 
 
-@torch.no_grad()
 def set_buffer(target: torch.Tensor, raw: bytes) -> None:
     if not raw:
         return
     value = torch.frombuffer(bytearray(raw), dtype=torch.uint8).view(target.dtype)
-    value = value.reshape(target.shape)
-    # Of an expanded tensor all rows are one.
-    for dim, stride in enumerate(target.stride()):
-        if stride == 0:
-            target, value = target.narrow(dim, 0, 1), value.narrow(dim, 0, 1)
-    target.copy_(value)
+    copy_rows(target, value.reshape(target.shape))
 
 
 def check_buffers(model: nn.Module) -> None:

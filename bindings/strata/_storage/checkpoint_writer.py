@@ -143,15 +143,15 @@ class Work:
                     )
                 phase.said = _listed(self._link(sources, folder, pace))
             records = _joined(phase.heard)
-            self.meter.add(_bytes_of(records))
             names = {record["file"] for record in records.values()}
             left = [wanted for wanted, _ in sources.values() if _key(wanted) not in records]
             with self.together.phase() as phase:
+                self.meter.add(_bytes_of(records))
                 written = self._write_shards(sources, left, folder, names, pace)
                 phase.said = _listed(written)
             records |= (found := _joined(phase.heard))
-            self.meter.add(_bytes_of(found) - _bytes_of(written))
             with self.together.phase():
+                self.meter.add(_bytes_of(found) - _bytes_of(written))
                 if self.together.leads:
                     self._write_manifest(folder, records, names)
                     stack.close()

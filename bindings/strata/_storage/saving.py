@@ -273,7 +273,8 @@ def _write_held(
 
     def values(folder: Path) -> Values:
         shares = _shares(together, folder, pages, links)
-        return SnapshotValues(shares, pages.page_bytes, forms, io_engine).read
+        with together.phase():
+            return SnapshotValues(shares, pages.page_bytes, forms, io_engine).read
 
     work.write(values, pace)
 

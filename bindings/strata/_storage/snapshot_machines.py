@@ -33,6 +33,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -40,11 +41,12 @@ from typing import Any
 from .checkpoint_files import MANIFEST_NAME, STATE_NAME, CheckpointError, read_manifest
 from .rank_board import Board
 from .replacing import WorkFolder, make_folder, make_newest, remove, sync
-from .snapshot_files import id_at
+from .snapshot_files import LINKS, id_at
 from .snapshot_links import link_owner
 from .snapshot_pages import lies_here, unreachable
 from .snapshot_parts import part_files
 from .snapshot_series import clean_up, snapshots_of, taking_place, unknown_on
+from .ssd_folders import rank_folders
 from .together import Together
 
 COPIED = (STATE_NAME, MANIFEST_NAME)  # the manifest last
@@ -155,13 +157,13 @@ def recover(board: Board | None, drives: list[str], together: Together, cleans: 
         for turn in together.turns:
             with together.phase():
                 if cleans and together.turn == turn:
-                    clean_up(drives, clears=together.leads)
+                    _clean_up(drives, together)
         return
     # 1. Rank 0 knows what counts. The others name what they do not know of.
     with together.phase() as phase:
         if together.turn == 0 and cleans:
-            clean_up(drives)
-        asked = unknown_on(drives) if cleans else {}
+            _clean_up(drives, together)
+        asked = unknown_on([*drives, *_abandoned(drives, together)]) if cleans else {}
         phase.said = {identity: id_at(folder) == identity for identity, folder in asked.items()}
     # 2. It sends the files of what somebody lacks.
     wanted = sorted({i for said in phase.heard[1:] for i, there in said.items() if not there})
@@ -183,8 +185,31 @@ def recover(board: Board | None, drives: list[str], together: Together, cleans: 
                     with taking_place(folder) as new:
                         _all_lack(identity, together, board).take(new, folder)
                     log.info("%s is complete on other machines, and now here", folder)
-            clean_up(drives, clears=turn == 1)
+            _clean_up(drives, together)
     board.forget_sent()
+
+
+def _clean_up(drives: list[str], together: Together) -> None:
+    """Of this rank, and where it is the first of its machine, what nobody has any more."""
+    abandoned = _abandoned(drives, together)
+    clean_up([*drives, *abandoned], clears=together.turn < 2)
+    for folder in abandoned:
+        with contextlib.suppress(OSError):  # a complete snapshot has links there
+            os.rmdir(folder)
+
+
+def _abandoned(drives: list[str], together: Together) -> list[str]:
+    """What an earlier run of other ranks, or of one process, had beside the drives, for the first
+    rank of a machine. REQUIRES: this run alone is in these folders."""
+    if together.turn == 2:
+        return []
+    ours = {f"rank-{rank}" for rank in together.here} if together.count > 1 else set()
+    found: list[Path] = []
+    for drive in map(Path, drives):
+        home = drive.parent if ours else drive
+        found += [home] if ours else []
+        found += [folder for folder in rank_folders(home) if folder.name not in ours]
+    return [str(folder) for folder in found if (folder / LINKS).is_dir()]
 
 
 def _all_lack(identity: str, together: Together, board: Board) -> Copies:

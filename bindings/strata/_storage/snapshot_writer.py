@@ -13,7 +13,9 @@ snapshot is one manifest that names all of them.
     5. When all have, rank 0 writes the manifest to the new folder. Machines that do not see it get
        a copy of their own (snapshot_machines.py).
     6. Rank 0's folder takes its place.
-    7. So do the copies. Then older snapshots are removed, on all machines.
+    7. So do the copies.
+    8. The other ranks note that their links stay. Then older snapshots are removed, on all
+       machines.
 Each phase ends for all ranks, or for none (together.py). Up to the end of phase 5 there is no
 manifest in its place, and so whoever fails takes its links away. From there on rank 0 alone
 decides: who does not hear of it leaves its links as they are, and marked as pending. The next run
@@ -93,11 +95,12 @@ class Writer:
             phase.said = len(self._drives)
         try:
             self._commit(pages, phase.heard)
+            with self._together.phase():
+                if not self._together.leads:
+                    self._finish()
         except BaseException:
             self._give_up()
             raise
-        if not self._together.leads:
-            self._finish()
         self._rotate(True)
         if self._board is not None:
             self._board.forget_sent()

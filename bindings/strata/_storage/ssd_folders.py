@@ -5,6 +5,7 @@ left there.
     claim = Claim()
     claim.take(options)           # with several ranks: no other run is in their folders from now on
     claim.close()
+    for drive in rank_folders(path): ...
 
 Note [Lock of a run]. A session locks the folder that it writes to (directory_lock.hpp). That is
 ssd_path where a process is alone, and rank-0, rank-1, ... in it for several ranks. So each rank
@@ -53,7 +54,7 @@ def remove_leftovers(paths: Iterable[str | os.PathLike[str]]) -> None:
     """
     for path in map(Path, paths):
         _remove_files(path)
-        if not list(_rank_folders(path)):
+        if not list(rank_folders(path)):
             continue
         with contextlib.suppress(OSError):  # not ours to write to: a session there would say so
             file = _open(path)
@@ -217,7 +218,8 @@ def _remove_files(folder: Path) -> None:
         log.warning("%s", removed)
 
 
-def _rank_folders(folder: Path) -> Iterator[Path]:
+def rank_folders(folder: Path) -> Iterator[Path]:
+    """Those in one of ssd_path=: of ranks of this run, and of earlier ones."""
     with contextlib.suppress(OSError):
         for path in sorted(folder.iterdir()):
             if RANK_FOLDER.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
@@ -227,7 +229,7 @@ def _rank_folders(folder: Path) -> Iterator[Path]:
 def _remove_rank_folders(folder: Path) -> None:
     """Those that have something else, such as snapshots, stay. REQUIRES: the lock of the folder is
     ours alone."""
-    for path in _rank_folders(folder):
+    for path in rank_folders(folder):
         _remove_files(path)
         with contextlib.suppress(OSError):
             path.rmdir()

@@ -127,6 +127,12 @@ class Together:
         """Those that there are."""
         return (0, 1, 2) if self.machines else (0, 2)
 
+    @property
+    def here(self) -> list[int]:
+        """The ranks of this one's machine."""
+        of = self.machines
+        return [i for i in range(self.count) if not of or of[i] == of[self.rank]]
+
     def machine(self, rank: int) -> str:
         """What it is called, in words that end a sentence; "": there is one."""
         return f" on {self.machines[rank]}" if self.machines else ""

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from torch import distributed
 
 from ..._config.launched import processes_started
-from ..._config.ranks import Ranks, ranks_there
+from ..._config.ranks import Ranks, naming_lost, ranks_there
 from ..._errors import StrataError
 from ..._storage.together import Together
 
@@ -48,10 +48,12 @@ def led(ranks: Ranks | None, do: Callable[[], str]) -> str:
             said = {"found": do()}
         except BaseException as error:
             failure, said = error, {"error": f"{type(error).__name__}: {error!s:.1000}"}
-    try:
+    with contextlib.ExitStack() as stack:
+        if failure is None:
+            stack.enter_context(naming_lost(ranks, ", before all had begun"))
+        else:
+            stack.enter_context(contextlib.suppress(RuntimeError))
         heard = ranks.hear(said)[0]
-    except RuntimeError as error:  # of the connection
-        raise StrataError(f"rank 0 ended ahead of the others: {error!s:.300}") from error
     if failure is not None:
         raise failure
     if "error" in heard:
