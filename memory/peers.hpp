@@ -224,8 +224,8 @@ class Peers final {
   // To those of other machines; to the others of this one.
   void send_far(const PeerMessage& message) { send_where(true, message); }
   void send_near(const PeerMessage& message) { send_where(false, message); }
-  // So many bytes of this rank's board have changed: everybody else looks. They stay as they are
-  // until all have seen them.
+  // So many bytes of this rank's board have changed: everybody else is told, and looks. They stay
+  // as they are until all have seen them.
   void show_board(std::size_t at, std::size_t bytes) {
     STRATA_ASSERT(bytes > 0 && at + bytes <= seats_[rank_].board.size());
     for (std::uint32_t to = 0; to < count(); ++to) {
@@ -233,7 +233,7 @@ class Peers final {
       if (is_far(to))
         send(to, {.kind = PeerMessage::Kind::board, .at = at, .bytes = bytes});
       else
-        seats_[to].ring();
+        send(to, {.kind = PeerMessage::Kind::alive});
     }
   }
   // A rank of another machine said so. False: it cannot be.

@@ -137,10 +137,10 @@ class GradientExchange final {
     const std::optional<std::uint32_t> rank = progress_.awaited();
     return rank ? rank : to_come_.awaited();
   }
+  // That one has not come there.
+  bool awaits(std::uint32_t rank) const { return progress_.awaits(rank); }
   // This rank cannot go on without that one: it awaits it, or has pieces that it has still to take.
-  bool needs(std::uint32_t rank) const {
-    return progress_.awaits(rank) || departures_.holds_for(rank);
-  }
+  bool needs(std::uint32_t rank) const { return awaits(rank) || departures_.holds_for(rank); }
   // Then: that rank has ended the step where this one looks, or the other way round.
   bool parted(std::uint32_t rank) const { return progress_.parted(rank, here()); }
   // A gradient of this rank has waited for others for long.

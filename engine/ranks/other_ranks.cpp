@@ -64,13 +64,14 @@ std::vector<std::uint32_t> OtherRanks::silent() {
   return found;
 }
 
-// A rank that has said bye is missed only by who still needs it. Who has said bye as well does not:
-// what it asked for ahead of a next step comes no more. REQUIRES: what the dead have said was
-// heard.
+// A rank that has said bye is missed only by who still needs it: at once, where it is to end a step
+// of which it has not said so before. Who has said bye as well does not: what it asked for ahead of
+// a next step comes no more. REQUIRES: what the dead have said was heard.
 bool OtherRanks::heed_deaths() {
+  const bool ends = said_bye_[base_.peers->rank()];
   for (std::uint32_t rank = 0; rank < died_.size(); ++rank) {
-    if (!died_[rank]) continue;
-    const bool ends = said_bye_[base_.peers->rank()];
+    const bool left = said_bye_[rank] && !ends && exchange_.awaits(rank);
+    if (!died_[rank] && !left) continue;
     const bool needed = !ends && (base_.remote->awaits(rank) || exchange_.needs(rank));
     if (said_bye_[rank] && !needed) continue;
     if (said_bye_[rank]) {
@@ -88,9 +89,10 @@ bool OtherRanks::heed_deaths() {
   return false;
 }
 
-// One that waits for what this rank is still to write waits in vain once this one waits for it.
+// One that waits for what this rank is still to write waits in vain once this one waits for it. One
+// that has ended the step does not: it may have written behind it, where this one has still to.
 bool OtherRanks::heed_writes() {
-  const bool stays = exchange_.meets() || exchange_.is_stuck() || said_bye_[base_.peers->rank()];
+  const bool stays = exchange_.awaited() || exchange_.is_stuck() || said_bye_[base_.peers->rank()];
   const auto other = stays ? lender_.wrote_alone() : std::nullopt;
   if (!other) return false;
   fail(*other, "rank " + std::to_string(*other) + " has changed parameters and rank " +
@@ -190,7 +192,7 @@ void OtherRanks::fail_where(std::uint32_t cause, std::string what, const std::st
   const std::string machine = base_.config.machine(cause);
   what =
       "rank " + std::to_string(cause) + what + ", on " + (machine.empty() ? host_name() : machine);
-  if (place.unit != kNoUnit) {
+  if (index(place.unit) < base_.layout.units.size()) {
     what += " in step " + std::to_string(place.steps + 1) + " since strata.wrap(), last in the " +
             (place.backward ? "backward" : "forward") + " of " + base_.names.of(place.unit);
   }

@@ -217,6 +217,51 @@ TEST(Ranks, WhoseDiskHangsSaysSoToTheOthers) {
   });
 }
 
+// Also where it lives on, as one does whose model was collected.
+TEST(Ranks, WhoHasLeftIsNotWaitedFor) {
+  Loopback machine(2);
+  std::barrier all(2);
+  on_ranks(2, [&](std::uint32_t rank) {
+    const auto opened = open_rank(machine, rank);
+    Session& session = *opened;
+    fill_all(session);
+    train_rank(session, 2, {}, {});
+    if (rank == 1) {
+      session.leave_ranks(false);
+    } else {
+      const std::string words = refusal_of([&] { session.step(session.config().groups, {}); });
+      EXPECT_NE(words.find("rank 1 has ended its training, and this one has not"),
+                std::string::npos)
+          << words;
+    }
+    all.arrive_and_wait();
+  });
+}
+
+// The one that waits is woken by it, and not by what the other says next: which may be of what both
+// write behind the step.
+TEST(Ranks, TheLastToEndAStepWakesTheOthers) {
+  Loopback machine(2);
+  std::barrier all(2);
+  on_ranks(2, [&](std::uint32_t rank) {
+    SessionParts parts;
+    parts.look_period = std::chrono::seconds(10);
+    const auto opened = open_rank(machine, rank, roomy(), 2, std::move(parts));
+    Session& session = *opened;
+    fill_all(session);
+    all.arrive_and_wait();
+    if (rank == 1) std::this_thread::sleep_for(std::chrono::milliseconds(50));
+    const auto begin = std::chrono::steady_clock::now();
+    session.step(session.config().groups, {});
+    EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::seconds(5));
+    fill_all(session);
+    for (std::uint32_t unit = 0; unit < session.config().units.size(); ++unit) {
+      visit_unit(session, unit, false, rank);
+    }
+    all.arrive_and_wait();  // others may still read from this one
+  });
+}
+
 // It is not waited for any longer, and all say so.
 TEST(Ranks, WhoIsGivenUpIsNamedByAll) {
   Loopback machine(2);
