@@ -84,7 +84,8 @@ void Gradients::land_now(Lock& lock, const IncomingGradient& gradient) {
 
 void Gradients::begin_window() {
   refuse_behind_end();
-  if (exchange_) exchange_->begin_window();
+  if (!exchange_ || exchange_->begin_window()) return;
+  refuse("several ranks can run 262143 backward passes in a step, and no more");
 }
 
 void Gradients::refuse_behind_end() const {

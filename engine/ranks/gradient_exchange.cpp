@@ -60,13 +60,15 @@ void GradientExchange::make_parts() {
   first_part_.push_back(static_cast<std::uint32_t>(parts_.size()));
 }
 
-void GradientExchange::begin_window() {
+bool GradientExchange::begin_window() {
   STRATA_ASSERT(!meets_);
+  if ((window_ + 1) >> kPassBits != window_ >> kPassBits) return false;
   progress_.reach(base_.peers->rank(), key_of(step_, ++window_, 0));
   departures_.begin_window();
   std::fill(numbers_.begin(), numbers_.end(), 0U);
   base_.peers->send_all({.kind = PeerMessage::Kind::window, .window = window_, .step = step_});
   if (sums_) base_.bell.ring();  // what waits for this rank's pieces waits no more
+  return true;
 }
 
 void GradientExchange::begin_step(std::int64_t updates) {

@@ -76,8 +76,8 @@ class GradientExchange final {
   GradientExchange(const GradientExchange&) = delete;
   GradientExchange& operator=(const GradientExchange&) = delete;
 
-  // What lands from here on is of the next backward pass of the step.
-  void begin_window();
+  // What lands from here on is of the next backward pass of the step. False: there are too many.
+  bool begin_window();
   // Hands over this rank's gradient, all elements of a parameter. Its memory may be reused on
   // return.
   void land(Lock& lock, const IncomingGradient& gradient) STRATA_REQUIRES(core_lock);

@@ -217,6 +217,25 @@ TEST(Ranks, WhoseDiskHangsSaysSoToTheOthers) {
   });
 }
 
+TEST(Ranks, PassesOfAStepAreCounted) {
+  Loopback machine(2);
+  std::barrier all(2);
+  on_ranks(2, [&](std::uint32_t rank) {
+    const auto opened = open_rank(machine, rank);
+    Session& session = *opened;
+    fill_all(session);
+    all.arrive_and_wait();
+    if (rank == 0) {
+      for (int pass = 1; pass < 1 << 18; ++pass) session.begin_window();
+      const std::string words = refusal_of([&] { session.begin_window(); });
+      EXPECT_NE(words.find("262143 backward passes in a step, and no more"), std::string::npos)
+          << words;
+    }
+    session.step(session.config().groups, {});
+    all.arrive_and_wait();  // others may still read from this one
+  });
+}
+
 // Also where it lives on, as one does whose model was collected.
 TEST(Ranks, WhoHasLeftIsNotWaitedFor) {
   Loopback machine(2);
