@@ -6,9 +6,14 @@ import pages
 import pytest
 
 
-@pytest.mark.representative
 @pytest.mark.parametrize(
-    "page", [page for page in pages.all_pages() if pages.needs_loops(page)], ids=pages.name_of
+    "page",
+    [
+        pytest.param(page, marks=[pytest.mark.representative] * (page.name == "quantised.md"))
+        for page in pages.all_pages()
+        if pages.needs_loops(page)
+    ],
+    ids=pages.name_of,
 )
 def test_programs_run_and_print_what_is_shown(page: Path, tmp_path: Path) -> None:
     output = pages.run(page, tmp_path)

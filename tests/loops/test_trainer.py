@@ -161,8 +161,13 @@ SGD: dict[str, Any] = {
 }  # whose updates are as long as gradients
 
 
-@pytest.mark.representative
-@pytest.mark.parametrize("update", ["on_step", strata.LockFree(max_staleness=0)])
+@pytest.mark.parametrize(
+    "update",
+    [
+        pytest.param("on_step", marks=pytest.mark.representative),
+        strata.LockFree(max_staleness=0),
+    ],
+)
 def test_where_wrap_clips_the_trainer_does_not(tmp_path: Path, update: Any) -> None:
     keywords = {"update": update, "max_grad_norm": 0.5}
     trainer = mixed_trainer(tmp_path, keywords=keywords, max_grad_norm=0.2, **SGD)
@@ -224,8 +229,7 @@ def test_losses_of_float16_are_scaled(tmp_path: Path) -> None:
     assert losses(again) == losses(trainer)
 
 
-@pytest.mark.representative
-@pytest.mark.parametrize("update", ["on_step", "in_backward"])
+@pytest.mark.parametrize("update", some(["on_step", "in_backward"], "on_step"))
 def test_a_recorded_step_without_memory_is_run_again_with_all_its_batches(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, update: str
 ) -> None:

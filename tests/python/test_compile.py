@@ -112,6 +112,7 @@ class Masked(nn.Module):
 
 
 @pytest.mark.parametrize("core", ["real"], indirect=True)
+@pytest.mark.thorough
 def test_fused_units_draw_the_same_numbers_again(core: ModuleType) -> None:
     torch._dynamo.reset()
     model = build(lambda: nn.Sequential(nn.Linear(48, 48), Masked()))

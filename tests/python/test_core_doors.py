@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from variants import thorough
 
 PRELUDE = """
 import random, sys
@@ -193,7 +194,9 @@ def run(code: str, *arguments: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("seed", range(max(3, int(os.environ.get("STRATA_SEEDS", "0")))))
+@pytest.mark.parametrize(
+    "seed", [0, *map(thorough, range(1, max(3, int(os.environ.get("STRATA_SEEDS", "0")))))]
+)
 def test_bad_calls_raise(seed: int) -> None:
     never = run(CALLS, str(seed)).split()
     assert len(never) < 12, never  # most calls worked at some time, so the session was alive

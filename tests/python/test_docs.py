@@ -21,7 +21,7 @@ import torch
 from strata._cli.main import COMMANDS
 
 PAGES = pages.all_pages()
-SHORT = {"README.md", "index.md", "checkpoints.md"}  # ./dev check runs all
+SHORT = {"README.md"}  # ./dev check runs all
 SHOWN = re.compile(r"^```(?:console|sh|)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 PUBLIC = [
     *(f"strata.{name}" for name in strata.__all__ if callable(getattr(strata, name))),
@@ -114,6 +114,7 @@ def test_pictures_are_what_their_program_draws() -> None:
         assert (folder / f"{name}.svg").read_text(encoding="utf-8") == str(draw()), name
 
 
+@pytest.mark.thorough
 def test_what_is_not_printed_is_seen(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(

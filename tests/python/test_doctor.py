@@ -354,6 +354,7 @@ def test_the_ladder_has_no_gaps() -> None:
     assert max(b / a for a, b in itertools.pairwise(counts)) < 2
 
 
+@pytest.mark.thorough
 def test_nothing_fits_into_nothing() -> None:
     room = {"device": 1 << 20, "host": 1 << 20, "ssd": 0}
     speeds = Calibration(typical_costs(), 1e12, 1e11)

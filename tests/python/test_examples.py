@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from variants import thorough
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 RUNS = {
@@ -14,7 +15,7 @@ RUNS = {
 }
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", [thorough(of) if of != "billion.py" else of for of in RUNS])
 def test_examples_run(tmp_path: Path, name: str) -> None:
     arguments = [argument.format(tmp_path) for argument in RUNS[name]]
     run = subprocess.run(

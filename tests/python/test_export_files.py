@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from strata._storage import export as files
 from strata._storage import replacing
 from strata._storage.weights import INDEX_NAME, WeightFiles
+from variants import thorough
 
 NAMES = [f"layer{i}" for i in range(4)]
 
@@ -70,7 +71,7 @@ def test_an_export_takes_the_place_of_another(tmp_path: Path, before: int, after
     assert (tmp_path / "config.json").read_text() == "2"
 
 
-@pytest.mark.parametrize(("before", "after"), [(2, 2), (1, 2), (2, 1), (1, 1)])
+@pytest.mark.parametrize(("before", "after"), [(2, 2), thorough(1, 2), thorough(2, 1), (1, 1)])
 def test_it_is_the_old_or_the_new_one_at_any_kill(tmp_path: Path, before: int, after: int) -> None:
     put(tmp_path, 0, before)
     for operation in range(1, 200, 2):
@@ -148,7 +149,7 @@ def test_config_files_beside_weights_of_others_are_not_replaced(tmp_path: Path, 
         assert get(tmp_path) == generation
 
 
-@pytest.mark.parametrize("shards", [1, 2])
+@pytest.mark.parametrize("shards", [thorough(1), 2])
 @pytest.mark.parametrize("links", [True, False])
 def test_a_first_export_that_was_killed_does_not_refuse_the_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shards: int, links: bool

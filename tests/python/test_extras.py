@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 from strata._errors import EXTRAS
+from variants import thorough
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -123,7 +124,7 @@ def test_a_plain_model_lives_its_whole_life(tmp_path: Path, bare: dict[str, str]
     [
         (["finetune", "--model=llama-10m", f"--data={__file__}"], "finetune"),
         (["estimate", "--model=llama-10m", "--memory=device=1GiB,host=1GiB"], "finetune"),
-        (["report", "--html=report.html", "report.json"], "plots"),
+        thorough(["report", "--html=report.html", "report.json"], "plots"),
     ],
 )
 def test_what_is_missing_is_named_with_its_extra(

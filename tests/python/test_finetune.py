@@ -22,6 +22,7 @@ from strata._profiling import probes
 from strata.nn import causal_lm
 from strata.nn.causal_lm import ChunkedLoss
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from variants import thorough
 
 
 def test_a_run_learns_and_leaves_a_model_that_transformers_loads(
@@ -85,7 +86,9 @@ def test_a_resumed_run_is_bitwise_equal_to_one_that_went_through(place: Path) ->
     assert losses[0] == losses[1]
 
 
-@pytest.mark.parametrize(("flags", "dtype"), [({"avx512_bf16"}, "bfloat16"), ({"avx2"}, "float32")])
+@pytest.mark.parametrize(
+    ("flags", "dtype"), [({"avx512_bf16"}, "bfloat16"), thorough({"avx2"}, "float32")]
+)
 def test_the_same_command_computes_in_the_same_dtype_however_busy_the_machine(
     place: Path, monkeypatch: pytest.MonkeyPatch, flags: set[str], dtype: str
 ) -> None:
@@ -183,6 +186,7 @@ def test_a_loss_is_chunked_only_where_the_model_leaves_its_logits_alone() -> Non
         assert model.training
 
 
+@pytest.mark.thorough
 def test_a_saved_model_is_trained_further(place: Path) -> None:
     assert cli.main(arguments(place, "first", steps=10)) == 0
     before = lines(place / "first")[-1]["eval_loss"]
@@ -230,6 +234,7 @@ def test_float16_scales_its_loss_and_goes_on_with_the_same_scale(place: Path) ->
     assert kept == 2 or after["scale"] < saved["scale"]
 
 
+@pytest.mark.thorough
 def test_ctrl_c_saves_says_how_to_continue_and_leaves_nothing(place: Path) -> None:
     command = [sys.executable, "-u", "-m", "strata", *arguments(place, steps=100_000)]
     process = subprocess.Popen(

@@ -72,7 +72,7 @@ def test_adapters_of_a_saved_model_learn_chats(
         assert torch.equal(kept.detach().to(value.dtype), value), name + dot
 
 
-@pytest.mark.parametrize("frozen", ["as-is", "nf4"])
+@pytest.mark.parametrize("frozen", [thorough("as-is"), "nf4"])
 def test_adapters_go_on_to_the_same_bits(
     place: Path, saved: Path, monkeypatch: pytest.MonkeyPatch, frozen: str
 ) -> None:

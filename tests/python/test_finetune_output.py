@@ -13,9 +13,10 @@ from strata._cli.finetune import run as finetune
 from strata._torch_compat import graph_task
 from transformers import AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaMLP
+from variants import thorough
 
 
-@pytest.mark.parametrize("update", ["on_step", "in_backward"])
+@pytest.mark.parametrize("update", ["on_step", thorough("in_backward")])
 def test_a_recorded_step_without_memory_is_run_again_and_takes_less(
     place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], update: str
 ) -> None:

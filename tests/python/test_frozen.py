@@ -18,7 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from variants import thorough
 
 FORMS = ("int8", "nf4", "nf4-double")
-EACH_FORM = ("int8", thorough("nf4"), "nf4-double")
+EACH_FORM = (thorough("int8"), thorough("nf4"), "nf4-double")
 ROOMY = {"device": "64MiB", "host": "64MiB"}
 # NF4 of QLoRA (arXiv:2305.14314), appendix E, as bitsandbytes has it.
 NF4 = torch.tensor(
@@ -144,6 +144,7 @@ def test_codes_take_a_quarter_of_the_host_memory() -> None:
     assert sizes["nf4"] < 0.6 * sizes["as-is"]  # embeddings, norms and half-empty pages are in it
 
 
+@pytest.mark.thorough
 def test_norms_of_many_blocks_share_pages() -> None:
     """Each block alone would have a page of its norms, and its own of adapters; no bit differs."""
     losses, taken = [], []

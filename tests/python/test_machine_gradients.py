@@ -34,7 +34,10 @@ def goes_on(ranks: Ranks, who: int | str, series: str, **options: Any) -> str:
 @pytest.mark.parametrize("where", ["middle", thorough("clipped"), thorough("queued")])
 @pytest.mark.parametrize(
     ("machines", "sums"),
-    [(EACH, "ranks"), (TWICE, "machines"), thorough(TWICE, "ranks"), thorough(EACH, "machines")],
+    [
+        (EACH, "ranks"),
+        *(thorough(*of) for of in ((TWICE, "machines"), (TWICE, "ranks"), (EACH, "machines"))),
+    ],
 )
 def test_the_same_ranks_go_on(
     ranks: Ranks, tmp_path: Path, disks: dict[str, Any], machines: str, sums: str, where: str
@@ -78,6 +81,7 @@ def test_several_machines_go_on_from_one(
         assert goes_on(ranks, machines, shared, **disks) == whole, machines
 
 
+@pytest.mark.thorough
 def test_sums_of_machines_go_on_elsewhere(
     ranks: Ranks, tmp_path: Path, disks: dict[str, Any]
 ) -> None:

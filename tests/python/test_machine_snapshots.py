@@ -156,6 +156,7 @@ def test_older_ones_go_on_all_machines(ranks: Ranks, tmp_path: Path, disks: dict
     check_drives(tmp_path, EACH, ids)
 
 
+@pytest.mark.thorough
 def test_what_no_rank_reaches_is_named(ranks: Ranks, tmp_path: Path, disks: dict[str, Any]) -> None:
     shared = tmp_path / "run"
     ranks.run("rank_snapshots.takes", EACH, series=str(shared), **disks)

@@ -61,7 +61,11 @@ def test_a_page_crosses_once_for_all_ranks_of_a_machine(ranks: Ranks, machines: 
 
 @pytest.mark.parametrize(
     ("machines", "dtype", "ratio"),
-    [(EACH, "bfloat16", 17 / 32), (TWICE, "float32", 17 / 64), thorough(EACH, "float16", 17 / 32)],
+    [
+        (EACH, "bfloat16", 17 / 32),
+        thorough(TWICE, "float32", 17 / 64),
+        thorough(EACH, "float16", 17 / 32),
+    ],
 )
 def test_parameters_may_cross_as_codes(
     ranks: Ranks, tmp_path: Path, machines: str, dtype: str, ratio: float

@@ -18,6 +18,7 @@ from strata.nn import TiledEmbedding, TiledLinear, chunk_loss
 from torch import nn
 from torch.nn import functional as F
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from variants import thorough
 
 ROUNDING = 1e-4
 # The embedding and the head of llama() take 256 KiB each, everything else less than 48 KiB.
@@ -92,7 +93,7 @@ def test_modes_of_updates_give_the_same_bits(
     assert results[0] == results[1]
 
 
-@pytest.mark.parametrize("chunked", [False, True])
+@pytest.mark.parametrize("chunked", [False, thorough(True)])
 def test_activations_are_planned_around_tiles(chunked: bool) -> None:
     """The same bits whatever becomes of activations, with batches that may be sliced."""
     results = {}

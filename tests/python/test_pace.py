@@ -120,6 +120,7 @@ def test_whoever_waits_gets_it_at_once(tmp_path: Path, disk: Path, waits: str) -
     case.close()
 
 
+@pytest.mark.thorough
 def test_the_end_of_a_program_ends_the_rests(tmp_path: Path, disk: Path) -> None:
     program = (
         "import strata; from pathlib import Path; from strata._storage import pace; "

@@ -11,6 +11,7 @@ import strata
 import torch
 from rank_server import Ranks
 from test_ranks import same
+from variants import thorough
 
 Found = dict[str, Any]
 
@@ -37,7 +38,7 @@ def worlds(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> list[list[
 KEYS = ("saved", "loaded", "went_on")
 
 
-@pytest.mark.parametrize("how", ["groups", "mesh", "gpus"])
+@pytest.mark.parametrize("how", ["groups", thorough("mesh"), thorough("gpus")])
 def test_two_groups_train_as_two_worlds_do(
     ranks: Ranks, tmp_path: Path, worlds: list[list[Found]], how: str
 ) -> None:
@@ -65,7 +66,7 @@ def test_a_process_may_be_in_groups_one_after_another(
     assert last == expected[2:]
 
 
-@pytest.mark.parametrize("where", [4, "aabb"])
+@pytest.mark.parametrize("where", [thorough(4), "aabb"])
 def test_a_mesh_of_two_dimensions_trains_one_model(
     ranks: Ranks, worlds: list[list[Found]], where: int | str
 ) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from rank_server import Ranks
+from variants import thorough
 
 
 @pytest.mark.parametrize(
@@ -13,14 +14,14 @@ from rank_server import Ranks
     [
         {},
         {"sequence": True, "clip": 0.5},
-        {"clip": 0.5, "inside": True},
+        thorough({"clip": 0.5, "inside": True}),
         {"update": "in_backward"},
         {"activations": "recompute", "sequence": True},
-        {"activations": "swap"},
+        thorough({"activations": "swap"}),
         {"kind": "tied", "clip": 0.5, "rule": "sgd"},
-        {"kind": "frozen", "rule": "adagrad"},
-        {"kind": "checkpoint"},
-        {"kind": "outside", "rule": "sgd"},
+        thorough({"kind": "frozen", "rule": "adagrad"}),
+        thorough({"kind": "checkpoint"}),
+        thorough({"kind": "outside", "rule": "sgd"}),
         {"ssd_path": "own", "memory": {"device": "2MiB", "host": "4MiB", "ssd": "1GiB"}},
     ],
     ids=lambda options: " ".join(f"{k}={v}" for k, v in options.items()) or "plain",
@@ -51,9 +52,9 @@ def test_norms_are_of_the_whole(ranks: Ranks, inside: bool) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"clip": 0.5},
+        thorough({"clip": 0.5}),
         {"clip": 0.5, "idle": True, "rank_gradients": "sum"},
-        {"update": "in_backward"},
+        thorough({"update": "in_backward"}),
     ],
     ids=str,
 )
@@ -62,6 +63,7 @@ def test_a_mesh_of_two_dimensions_trains_copies(ranks: Ranks, options: dict[str,
         assert distance < 1e-5
 
 
+@pytest.mark.thorough
 def test_four_processes_share_each_parameter(ranks: Ranks) -> None:
     for of in ranks.run("rank_shards.trains", 4, clip=0.5, sequence=True):
         assert of["distance"] < 1e-5

@@ -164,6 +164,7 @@ def test_what_all_ranks_write_all_of_them_see(ranks: Ranks) -> None:
     assert same(ranks.run("writes", 2)) == same(ranks.run("writes", 1))
 
 
+@pytest.mark.thorough
 def test_what_one_rank_writes_ends_the_training(ranks: Ranks) -> None:
     all_say(ranks.start("writes_alone", 2).wait(), "rank 0 has (changed parameters|failed|ended)"
             "|rank 1 has (failed|ended)")  # fmt: skip

@@ -205,6 +205,7 @@ def run(program: str) -> tuple[str, str]:
     return done.stdout, done.stderr
 
 
+@pytest.mark.thorough
 def test_memory_that_is_measured_does_not_grow_by_measuring() -> None:
     """32 MiB at most live at a time. Unmeasured, glibc comes to hold 35 to 52 MiB for them; with
     notes that are taken away at every moment 37 to 91, with notes that stay 193 to 267. It depends

@@ -13,6 +13,7 @@ from strata._storage.checkpoint_files import CheckpointError
 from strata.nn.tiles import Tiled
 from test_frozen import batches, train, trained, with_adapters, wrap
 from torch import nn
+from variants import thorough
 
 SMALL, LARGE = "1792KiB", "64MiB"
 STEPS = [batch[:1, :8] for batch in batches(4)]
@@ -28,7 +29,7 @@ def tiles_of(model: nn.Module) -> dict[str, int]:
     return {n: len(m.tiles) for n, m in model.named_modules() if isinstance(m, Tiled)}
 
 
-@pytest.mark.parametrize("form", ["nf4", "as-is"])
+@pytest.mark.parametrize("form", ["nf4", thorough("as-is")])
 @pytest.mark.parametrize("kind", ["save", "snapshot"])
 def test_a_larger_device_goes_on_with_the_same_bits(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str, form: str
