@@ -22,13 +22,16 @@ Seat seat_of(std::span<std::byte> area, std::uint32_t ranks, std::span<const std
           .memory = memory};
 }
 
-// What a rank of this machine takes here: four that it sends, its connection, and its process.
-constexpr std::size_t kFilesOfARank = 6;
+// What a meeting opens: a folder and a socket; and for each other rank its connection, its process
+// (twice), and four that it sends.
+constexpr std::size_t kFilesToMeet = 2;
+constexpr std::size_t kFilesOfARank = 7;
 
 // Whoever finds no room for what others send has let them wait for it in vain.
 void check_room_for_files(std::size_t others, const Doorbell& any) {
   std::vector<Descriptor> spare;
-  for (std::size_t i = 0; i < others * kFilesOfARank; ++i) spare.push_back(any.duplicate());
+  const std::size_t count = kFilesToMeet + others * kFilesOfARank;
+  while (spare.size() < count) spare.push_back(any.duplicate());
 }
 
 }  // namespace

@@ -119,7 +119,7 @@ def test_a_rank_is_killed_in_a_commit(
     assert check_what_is_left(ranks, series, ssd, hashes, 2) == step
 
 
-@pytest.mark.parametrize("count", [1, thorough(3)])
+@pytest.mark.parametrize("count", [1, thorough(4)])
 def test_other_ranks_remove_what_a_killed_run_left(
     ranks: Ranks, tmp_path: Path, ssd: dict[str, Any], hashes: list[str], count: int
 ) -> None:
