@@ -206,6 +206,11 @@ void OtherRanks::heed_failure(std::uint32_t from, const PeerMessage& message) {
                gave_up ? "see what rank " + std::to_string(from) + " says" : kAdvice);
     return;
   }
+  if (said_bye_[message.what]) {  // the other one missed this one, and needs it no more
+    said_bye_[from] = true;
+    base_.gate.notify();
+    return;
+  }
   const std::string other = "rank " + std::to_string(from);
   fail(message.what, gave_up ? "this rank let " + other +
                                    " wait for longer than rank_timeout= allows, and the training "
