@@ -234,7 +234,7 @@ def survivors_say(outcomes: list[Outcome], since: float) -> None:
 
 
 def test_where_one_machine_has_no_folder_to_meet_in_the_other_keeps_none(ranks: Ranks) -> None:
-    first, second = ranks.run("rank_promises.is_refused", "ab", what="other folder")
+    first, second = ranks.run("rank_refusals.is_refused", "ab", what="other folder")
     assert second[0] == "PermissionError"
     assert first[1] == "strata.wrap() was refused on rank 1: PermissionError: no room to meet"
 
