@@ -7,7 +7,6 @@ optimizer.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import gc
 import logging
@@ -28,14 +27,13 @@ from ._config.ranks import Ranks, all_or_none, find_ranks, naming_lost
 from ._config.sharding import check_sharded, take_shards, trains_alone
 from ._config.sizes import format_count, format_size
 from ._config.wire import Wire
-from ._errors import StrataError
 from ._hooks.hooks import Hooks
 from ._hooks.parallel import refuse_parallel
 from ._optim.foreign import Foreign, make_foreign
 from ._planning.fitting import fit
 from ._planning.planning import Goal, Planning
 from ._runtime.awaited import Watch
-from ._runtime.closing import await_collected
+from ._runtime.closing import await_collected, give_up
 from ._runtime.coded import Whole
 from ._runtime.escapes import Views
 from ._runtime.forks import watch
@@ -184,7 +182,7 @@ def _start(
         watch_ranks = Watch(session, options.rank_timeout)
         undo.first(watch_ranks.end)
         state.after_leaving.append(watch_ranks.end)
-        undo.first(partial(_give_up, session))  # from here on others do not hear of a failure
+        undo.first(partial(give_up, session))  # others may be in their first step from here on
     # 2. The model, and what stands for its optimizer.
     _move(state, options.dtype)
     release_originals(model)
@@ -217,12 +215,6 @@ def _reach_machines(options: Options, undo: Undo) -> Wire | None:
         if (value := getattr(options, name)) != usual:
             log.info("%s=%r does nothing: there is one machine", name, value)
     return None
-
-
-def _give_up(session: _core.Session) -> None:
-    """Other ranks may be in their first step already, and wait for this one."""
-    with contextlib.suppress(StrataError):  # the session has ended with one
-        session.leave_ranks(gives_up=True)
 
 
 def _fit(

@@ -1,25 +1,13 @@
 """Ranks that cannot train together: each is told why, soon, and nothing is left. What each does is
 in rank_refusals.py; rank_server.py starts them."""
 
-import os
 import re
-from collections.abc import Iterator
 
 import pytest
 from rank_server import Ranks
+from test_rank_promises import SOON_S, leaves_nothing  # noqa: F401 (a fixture)
 
 pytestmark = pytest.mark.thorough
-
-SOON_S = 30.0  # half of what ranks wait for each other where they meet
-
-
-@pytest.fixture(autouse=True)
-def leaves_nothing(ranks: Ranks) -> Iterator[None]:
-    """No folder in which ranks have met is there when all have gone, nor anything in /dev/shm."""
-    before = set(os.listdir("/dev/shm"))
-    yield
-    assert not list(ranks.temporary.glob("strata-ranks-*"))
-    assert not {name for name in os.listdir("/dev/shm") if "strata" in name} - before
 
 
 @pytest.mark.parametrize(

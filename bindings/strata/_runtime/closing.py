@@ -88,9 +88,14 @@ class Ending:
         """Where another thread waits for other ranks in run(), it goes on."""
         self._gives_up = True
         if self._leaves and not self.forked:
-            with contextlib.suppress(StrataError):
-                self._session.leave_ranks(gives_up=True)
+            give_up(self._session)
             self._session.close()
+
+
+def give_up(session: _core.Session) -> None:
+    """Other ranks need not wait for what this one will never do."""
+    with contextlib.suppress(StrataError):  # the session may have ended with one
+        session.leave_ranks(gives_up=True)
 
 
 _open: dict[object, tuple[Ending, weakref.ref[Any]]] = {}

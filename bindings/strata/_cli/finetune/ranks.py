@@ -22,6 +22,7 @@ from torch import distributed
 from ..._config.launched import processes_started
 from ..._config.ranks import Ranks, naming_lost, ranks_there
 from ..._errors import StrataError
+from ..._runtime.closing import give_up
 from ..._storage.together import Together
 
 if TYPE_CHECKING:
@@ -90,8 +91,7 @@ class Lead:
     def give_up(self) -> None:
         """An exception ends this rank: others need not wait for what it will never do."""
         if self._state.ranks is not None:
-            with contextlib.suppress(StrataError):  # the session may have ended with one
-                self._state.session.leave_ranks(gives_up=True)
+            give_up(self._state.session)
 
     def _together(self) -> Together:
         return Together.of(self._state, "strata finetune", patience_s=math.inf)
