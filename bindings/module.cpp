@@ -221,7 +221,7 @@ void bind_updates(SessionClass& session) {
       .def("scale_gradient", &Session::scale_gradient, WithoutGil())
       .def("gradient_squares", &Session::gradient_squares, WithoutGil())
       .def("drop_gradient", &Session::drop_gradient, WithoutGil())
-      .def("drop_gradients", &Session::drop_gradients, WithoutGil())
+      .def("drop_gradients", &Session::drop_gradients, py::arg("wanted") = false, WithoutGil())
       .def("gradient_count", &Session::gradient_count, WithoutGil())
       .def("gradient_fits", &Session::gradient_fits, WithoutGil())
       .def("complete",

@@ -226,9 +226,14 @@ Pin Foundation::open(Lock& lock, PageId page, Intent intent) {
   return pin;
 }
 
+void Foundation::note_write() {
+  remote->note_write();
+  bell.ring();
+}
+
 void Foundation::renew_remote(Lock& lock, std::uint32_t param) {
   STRATA_ASSERT(remote.has_value());
-  remote->note_write();  // first: what is asked for meanwhile is asked for with it
+  note_write();  // first: what is asked for meanwhile is asked for with it
   for (const std::uint32_t id : layout.chunks_of(param)) {
     if (owns.mine(id)) continue;
     for (const PageRun& run : layout.chunks[id].roles) {

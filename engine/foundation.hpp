@@ -105,6 +105,8 @@ struct Foundation final {
   // Other ranks write what they hold of the parameter: what is here of that is stale. REQUIRES:
   // there are others.
   void renew_remote(Lock& lock, std::uint32_t param) STRATA_REQUIRES(core_lock);
+  // This rank has written what others may have asked for already. REQUIRES: there are others.
+  void note_write();
   // Waits for work on the device, of the unit, while others go on.
   void wait_for(Lock& lock, CopyTicket ticket, UnitId unit) STRATA_REQUIRES(core_lock);
   // Copies a page out of the device, and waits for it without giving up the lock: a throw would

@@ -61,7 +61,12 @@ void Gate::throw_if_closed() const {
 
 bool Gate::turn(int part) {
   STRATA_ASSERT(part >= 0 && part < duties_.parts);
-  const bool moved = duties_.turn(part);
+  bool moved = true;
+  try {
+    moved = duties_.turn(part);
+  } catch (const StrataError& error) {  // nobody else would: the pump may have taken it
+    fail(error.error());
+  }
   if (moved) ++progress_;
   return moved;
 }

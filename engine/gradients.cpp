@@ -1,6 +1,5 @@
 #include "engine/gradients.hpp"
 
-#include <algorithm>
 #include <cmath>
 #include <utility>
 
@@ -84,8 +83,7 @@ void Gradients::land_now(Lock& lock, const IncomingGradient& gradient) {
 
 void Gradients::begin_window() {
   refuse_behind_end();
-  if (!exchange_ || exchange_->begin_window()) return;
-  refuse("several ranks can run 262143 backward passes in a step, and no more");
+  if (exchange_) exchange_->begin_window();
 }
 
 void Gradients::refuse_behind_end() const {
@@ -103,7 +101,7 @@ void Gradients::agree(Lock& lock, std::uint64_t asked) {
 
 bool Gradients::look(Lock& lock, bool wanted) {
   if (!sums_ || base_.config.update != UpdateMode::on_step) return false;
-  if (sums_->looked() && !wanted) return false;
+  if (wanted ? exchange_->meets() : sums_->looked()) return false;
   const BetweenSteps::StepCall call(between_, lock);
   const GradientSums::Look look = meet_others(lock, kLook);
   return true;
@@ -119,6 +117,7 @@ GradientSums::Look Gradients::stop_adding(Lock& lock) {
 
 // All ranks do what was asked while this lives.
 GradientSums::Look Gradients::meet_others(Lock& lock, std::uint64_t asked) {
+  refuse_behind_end();
   GradientSums::Look look = sums_->look(lock, asked, scalings_);
   take_sums();
   return look;
@@ -272,9 +271,11 @@ double Gradients::sum_squares(std::uint32_t param) const {
   return sum_squares_[param] / (ranks * ranks);
 }
 
-void Gradients::drop(Lock& lock) {
+void Gradients::drop(Lock& lock, bool wanted) {
   const BetweenSteps::StepCall call(between_, lock);
-  if (!exchange_ || !any()) return drop_all(lock);
+  // Where updates begin ahead of a step, who has gradients may be unable to drop them.
+  wanted &= base_.config.update != UpdateMode::in_backward && base_.config.max_staleness == 0;
+  if (!exchange_ || !(any() || wanted)) return drop_all(lock);
   refuse_used();  // ahead of the others, who would drop theirs
   if (base_.config.max_staleness != 0) {
     refuse(
@@ -287,10 +288,9 @@ void Gradients::drop(Lock& lock) {
 }
 
 void Gradients::refuse_used() const {
-  const auto used = std::find(used_.begin(), used_.end(), true);
-  if (used != used_.end()) {
-    refuse("the gradient of " +
-           base_.config.params[static_cast<std::size_t>(used - used_.begin())].name +
+  for (std::uint32_t param = 0; param < used_.size(); ++param) {
+    if (!used_[param]) continue;
+    refuse("the gradient of " + base_.config.params[param].name +
            " was used already, during the backward: call step() behind every backward");
   }
 }
@@ -348,9 +348,9 @@ void Gradients::forget_landed() {
   for (std::uint32_t param = 0; param < landed_.size(); ++param) {
     if (landed_[param] != 0) note(param);
   }
-  std::fill(landed_.begin(), landed_.end(), 0U);
+  landed_.assign(landed_.size(), 0U);
   if (sums_) sums_->forget_all();
-  std::fill(scalings_.begin(), scalings_.end(), GradScaling{});
+  scalings_.assign(scalings_.size(), GradScaling{});
   landed_params_ = 0;
 }
 

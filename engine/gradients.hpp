@@ -77,8 +77,9 @@ class Gradients final {
   void read(Lock& lock, std::uint32_t param, std::size_t offset, std::span<float> values)
       STRATA_REQUIRES(core_lock);
   // Throws StrataError (config) where they were used already: by an update that began in the
-  // backward, or added to older ones. Of several ranks all do so.
-  void drop(Lock& lock) STRATA_REQUIRES(core_lock);
+  // backward, or added to older ones. Of several ranks all do so that have any; `wanted`: this one
+  // does though it has none, like all of them.
+  void drop(Lock& lock, bool wanted) STRATA_REQUIRES(core_lock);
   // Those of a step, behind agree().
   void drop_all(Lock& lock) STRATA_REQUIRES(core_lock);
   // Forgets the parameter's gradient alone. Throws where gradients have no pages.

@@ -56,7 +56,7 @@ void InPlaceWrites::take(Lock& lock, std::uint32_t param, Stream stream) {
     take_chunk(lock, chunk, {begin, end});
   }
   // Of what others hold the device shows here what it shows there.
-  if (base_.remote) base_.remote->note_write();
+  if (base_.remote) base_.note_write();
 }
 
 // Throws StrataError (config) where the device shows older parameters.

@@ -227,9 +227,9 @@ bool Session::gradient_fits(std::uint32_t param) {
   return core_->gradients.fits(in.lock(), param);
 }
 
-void Session::drop_gradients() {
+void Session::drop_gradients(bool wanted) {
   Gate::Call in(gate_);
-  core_->gradients.drop(in.lock());
+  core_->gradients.drop(in.lock(), wanted);
 }
 
 std::uint32_t Session::gradient_count(std::uint32_t param) {

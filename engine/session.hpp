@@ -113,7 +113,7 @@ class Session final {
   // The sum of its squares, and whether it was scaled since it landed.
   std::pair<double, bool> gradient_squares(std::uint32_t param);
   bool gradient_fits(std::uint32_t param);
-  void drop_gradients();
+  void drop_gradients(bool wanted = false);
   std::uint32_t gradient_count(std::uint32_t param);
   bool updated(std::uint32_t param);
   bool in_half_step();

@@ -164,13 +164,13 @@ class Peers final {
   };
   // The next message of any rank, each in its turn.
   std::optional<Received> receive() {
-    for (std::uint32_t i = 0; i < count(); ++i) {
+    for (std::uint32_t i = 0; i < count() && !damaged_; ++i) {
       next_ = (next_ + 1) % count();
       if (next_ == rank_) continue;
       Received received{.from = next_, .message = {}};
       MessageRing& ring = seats_[rank_].inbox[next_];
-      if (ring.popped() != popped_[next_]) damaged_ = next_;
-      const RingAnswer answer = damaged_ ? RingAnswer::corrupt : ring.pop(received.message);
+      const bool torn = ring.popped() != popped_[next_];
+      const RingAnswer answer = torn ? RingAnswer::corrupt : ring.pop(received.message);
       if (answer == RingAnswer::corrupt) damaged_ = next_;
       if (answer != RingAnswer::done) continue;
       const PeerMessage& message = received.message;
@@ -257,10 +257,10 @@ class Peers final {
   bool flush(std::uint32_t to) {
     if (to == rank_) return false;
     bool moved = false;
-    if (ring_to(to).pushed() != pushed_[to]) damaged_ = to;
+    if (ring_to(to).pushed() != pushed_[to]) note_damage(to);
     for (std::deque<PeerMessage>& queue = waiting_[to]; !queue.empty(); queue.pop_front()) {
       const RingAnswer answer = ring_to(to).push(queue.front());
-      if (answer == RingAnswer::corrupt) damaged_ = to;
+      if (answer == RingAnswer::corrupt) note_damage(to);
       if (answer != RingAnswer::done) break;
       ++pushed_[to];
       moved = true;
@@ -268,6 +268,9 @@ class Peers final {
     if (moved) seats_[to].ring();
     return moved;
   }
+
+  // The first one is told.
+  void note_damage(std::uint32_t rank) { damaged_ = damaged_.value_or(rank); }
 
   std::uint32_t rank_;
   std::vector<Seat> seats_;                       // by rank

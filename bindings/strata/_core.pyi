@@ -204,9 +204,9 @@ class Session:
         scaled since it landed, so that the sum knows nothing of its rounding."""
     def drop_gradient(self, param: int) -> None:
         """Forgets the parameter's."""
-    def drop_gradients(self) -> None:
-        """Forgets what has landed since the last step. Raises StrataError where that was used:
-        in_backward, and lock_free where it was added to older gradients."""
+    def drop_gradients(self, wanted: bool = False) -> None:
+        """Forgets what has landed since the last step. Raises StrataError where that was used, or
+        added to older ones. Ranks that have any meet; `wanted`: so does one that has none."""
     def gradient_count(self, param: int) -> int:
         """How many times a gradient landed since the last step or drop_gradients()."""
     # Of one of several ranks (see engine/ranks).

@@ -60,15 +60,17 @@ void GradientExchange::make_parts() {
   first_part_.push_back(static_cast<std::uint32_t>(parts_.size()));
 }
 
-bool GradientExchange::begin_window() {
+void GradientExchange::begin_window() {
   STRATA_ASSERT(!meets_);
-  if ((window_ + 1) >> kPassBits != window_ >> kPassBits) return false;
+  if ((window_ + 1) >> kPassBits != window_ >> kPassBits) {
+    refuse("several ranks can run " + std::to_string(kPassesMax) +
+           " backward passes in a step, and no more");
+  }
   progress_.reach(base_.peers->rank(), key_of(step_, ++window_, 0));
   departures_.begin_window();
   std::fill(numbers_.begin(), numbers_.end(), 0U);
   base_.peers->send_all({.kind = PeerMessage::Kind::window, .window = window_, .step = step_});
-  if (sums_) base_.bell.ring();  // what waits for this rank's pieces waits no more
-  return true;
+  base_.bell.ring();  // what waits for this rank's pieces waits no more
 }
 
 void GradientExchange::begin_step(std::int64_t updates) {
@@ -91,6 +93,7 @@ void GradientExchange::begin_landing(Lock& lock) {
   }
   if (progress_.has_landed(rank, step_)) return;
   progress_.land(rank, step_);
+  base_.bell.ring();
   base_.peers->send_all(
       {.kind = PeerMessage::Kind::window, .window = window_, .count = 1, .step = step_});
 }
@@ -277,6 +280,7 @@ void GradientExchange::end_look() {
   meets_ = false;
   window_ = ((window_ >> kPassBits) + 1) << kPassBits;
   std::fill(numbers_.begin(), numbers_.end(), 0U);
+  base_.bell.ring();  // others may have sent what comes behind it
 }
 
 // Everything that all ranks have ahead of the key is added.

@@ -76,8 +76,9 @@ class GradientExchange final {
   GradientExchange(const GradientExchange&) = delete;
   GradientExchange& operator=(const GradientExchange&) = delete;
 
-  // What lands from here on is of the next backward pass of the step. False: there are too many.
-  bool begin_window();
+  // What lands from here on is of the next backward pass of the step. Throws StrataError (config)
+  // where there are too many.
+  void begin_window();
   // Hands over this rank's gradient, all elements of a parameter. Its memory may be reused on
   // return.
   void land(Lock& lock, const IncomingGradient& gradient) STRATA_REQUIRES(core_lock);
@@ -141,6 +142,8 @@ class GradientExchange final {
   bool awaits(std::uint32_t rank) const { return progress_.awaits(rank); }
   // This rank cannot go on without that one: it awaits it, or has pieces that it has still to take.
   bool needs(std::uint32_t rank) const { return awaits(rank) || departures_.holds_for(rank); }
+  // It has a gradient of this step, as far as is known here.
+  bool has_gradient(std::uint32_t rank) const { return progress_.has_landed(rank, step_); }
   // Then: that rank has ended the step where this one looks, or the other way round.
   bool parted(std::uint32_t rank) const { return progress_.parted(rank, here()); }
   // A gradient of this rank has waited for others for long.

@@ -16,7 +16,8 @@ void GradientSums::end_step(Lock& lock, std::uint64_t asked,
 GradientSums::Look GradientSums::look(Lock& lock, std::uint64_t asked,
                                       std::span<const GradScaling> scalings) {
   if (!exchange_.look(lock)) {
-    refuse("several ranks can read or drop gradients 255 times in a step, and no more");
+    refuse("several ranks can read or drop gradients " + std::to_string(kLooksPerStepMax) +
+           " times in a step, and no more");
   }
   Look look(&exchange_);
   agree(lock, asked, scalings);

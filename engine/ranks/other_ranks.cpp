@@ -105,9 +105,16 @@ bool OtherRanks::heed_writes() {
 bool OtherRanks::heed_ways() {
   for (std::uint32_t rank = 0; rank < died_.size(); ++rank) {
     if (!exchange_.parted(rank)) continue;
-    fail(rank, "rank " + std::to_string(rank) + " and rank " + std::to_string(base_.peers->rank()) +
-                   " take different ways: one ends a step where the other reads p.grad, drops "
-                   "gradients or takes a snapshot. All ranks must do so, or none");
+    const std::uint32_t here = base_.peers->rank();
+    std::string what = "rank " + std::to_string(rank) + " and rank " + std::to_string(here) +
+                       " take different ways: one ends a step where the other reads p.grad, drops "
+                       "gradients or takes a snapshot. All ranks must do so, or none";
+    if (exchange_.has_gradient(rank) != exchange_.has_gradient(here)) {
+      what += "; rank " + std::to_string(exchange_.has_gradient(here) ? rank : here) +
+              " has no gradient in this step, and so asks nobody: let it run a backward of a loss "
+              "times zero, or clip by max_grad_norm= of strata.wrap()";
+    }
+    fail(rank, std::move(what));
     return true;
   }
   return false;

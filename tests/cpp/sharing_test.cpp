@@ -186,6 +186,14 @@ TEST(Messages, AChangedBitIsNoticedOrWasOfNoMessage) {
   });
 }
 
+TEST(Messages, TheFirstWhoseRingIsDamagedIsNamed) {
+  Ranks ranks(4);
+  auto* const header = reinterpret_cast<std::byte*>(&ranks.inboxes[0][2]);
+  for (std::size_t i = 0; i < 128; ++i) header[i] ^= std::byte{0xff};
+  for (int i = 0; i < 6; ++i) EXPECT_FALSE(ranks.peers[0]->receive());
+  EXPECT_EQ(ranks.peers[0]->damaged(), std::optional(2U));
+}
+
 // What the holder was last asked for; none: for nothing.
 std::optional<PeerMessage> heard(Ranks& ranks, std::uint32_t holder) {
   const auto got = ranks.peers[holder]->receive();

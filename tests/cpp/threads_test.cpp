@@ -24,6 +24,18 @@ namespace {
 
 constexpr auto kLook = std::chrono::milliseconds(2);
 
+// The pump takes turns as well, and nobody catches what is thrown there.
+TEST(Turns, WhatOneThrowsEndsTheSession) {
+  Gate gate({.idle = [] {}});
+  gate.set_duties({.turn = [](int) -> bool { refuse("by the test"); },
+                   .runs_foreign = [] { return false; },
+                   .stuck = [](const Awaited&, const std::string&) { return Error{}; }});
+  Lock lock(gate.mutex(), gate.meter());
+  gate.take_turns(lock);
+  ASSERT_TRUE(gate.failure());
+  EXPECT_EQ(gate.failure()->what, "by the test");
+}
+
 class Threads : public testing::Test {
  protected:
   SessionParts parts() {

@@ -189,7 +189,7 @@ class Session(Saves, Alone):
         p = self.params[param]
         p.grad, p.landed = None, 0
 
-    def drop_gradients(self) -> None:
+    def drop_gradients(self, wanted: bool = False) -> None:
         if self.in_half_step():
             error = StrataError("gradients were used already")
             error.fault = "config"

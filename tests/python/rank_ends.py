@@ -11,7 +11,7 @@ from typing import Any
 
 import strata
 import strata._api
-from rank_loops import Rank, hash_of, make_model, train, wrap
+from rank_loops import Rank, batches_of, hash_of, make_model, options_of, train, wrap
 from rank_scenarios import bits
 from strata._config import wire
 from strata._storage import rank_board
@@ -128,6 +128,43 @@ def saves_beside_one_that_is_late(run: Rank) -> None:
         run.mark("there")
         run.await_go()
     strata.save(model, run.folder / "checkpoint")
+
+
+def saves_without_one_that_has_ended(run: Rank) -> str:
+    """Rank 1 comes to the end of its script. What the others are told."""
+    Together.of.__defaults__ = (1.0,)  # type: ignore[attr-defined]  # its patience
+    model, optimizer = wrap(run, make_model())
+    train(run, model, optimizer, 1)
+    if run.rank == 1:
+        return ""
+    try:
+        strata.save(model, run.folder / "checkpoint")
+    except strata.CheckpointError as error:
+        return str(error)
+    return "nothing"
+
+
+def unwraps_behind_torch(run: Rank) -> str:
+    """When the group of all processes is gone."""
+    model, optimizer = wrap(run, make_model())
+    train(run, model, optimizer, 1)
+    run.meet()
+    distributed.destroy_process_group()
+    found = hash_of(strata.unwrap(model))
+    assert "_strata" not in model.__dict__
+    return found
+
+
+def loads_over_gradients_of_one(run: Rank, update: str) -> str:
+    """Rank 0 has gradients that nobody wants any more, and rank 1 has none."""
+    model, optimizer = wrap(run, make_model(), **options_of(run, {"update": update}))
+    train(run, model, optimizer, 1)
+    strata.save(model, run.folder / "checkpoint")
+    if run.rank == 0:
+        model(batches_of(1)[0]).square().mean().backward()
+    strata.load(model, run.folder / "checkpoint")
+    train(run, model, optimizer, 1, first=1)
+    return hash_of(model)
 
 
 def waits_for_another_machine(run: Rank) -> str:

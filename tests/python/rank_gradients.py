@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import strata
 import torch
-from rank_loops import Rank, batches_of, hash_of, make_model, options_of, wrap
+from rank_loops import BATCHES, Rank, batches_of, hash_of, make_model, options_of, wrap
+from rank_scenarios import Experts
 from torch import nn
 
 
@@ -45,6 +47,44 @@ def scales(run: Rank) -> list[Any]:
         optimizer.zero_grad()
         scales.append(scaler.get_scale())
     return [scales, hash_of(model)]
+
+
+def scales_halves(run: Rank) -> list[Any]:
+    """Parameters in float16, whose sums are in float32, though ranks have not asked for that."""
+    sums = 1 if run.ranks > 1 else 4
+    how = {"dtype": torch.float16, "gradient_accumulation_steps": sums}
+    model, optimizer = wrap(run, make_model(), 1e-3, **how)
+    scaler = strata.GradScaler(init_scale=2.0**19)  # no element is subnormal
+    norms = []
+    for step in range(3):
+        mine = run.share(batches_of(step))
+        for batch in mine:
+            loss = model(batch.half()).float().square().mean()
+            scaler.scale(loss / len(mine)).backward()
+        scaler.unscale_(optimizer)
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.005).item())
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    return [norms, hash_of(model)]
+
+
+def zeroes(run: Rank) -> str:
+    """Gradients that become zero, by one call and by another, where a later backward of this rank
+    or of another one leaves parameters out: there they are zero still."""
+    model, optimizer = wrap(run, Experts())
+    for step in range(4):
+        numbered = list(enumerate(batches_of(step)))
+        for number, batch in run.share(numbered):  # type: ignore[arg-type]
+            loss = model(batch, (number + step) % 2 if step < 2 else 0).square().mean()
+            (loss * run.ranks / BATCHES).backward()
+        if step == 1:
+            for parameter in model.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.zero_()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+    return hash_of(model)
 
 
 def drops(run: Rank) -> str:

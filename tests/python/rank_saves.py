@@ -13,8 +13,10 @@ from typing import Any
 import strata
 import torch
 from rank_loops import Rank, hash_of, make_model, options_of, train, wrap
+from strata._runtime.wrapped import wrapped
 from strata._storage import checkpoint_writer, saving, shards
 from strata._storage.checkpoint_files import read_manifest
+from strata._storage.together import owned
 from torch import nn
 
 STEPS = 2  # of a run that is then saved
@@ -50,6 +52,32 @@ def saves(run: Rank, path: str, after: int = 1, **options: Any) -> dict[str, Any
     draws = torch.rand(3).tolist()
     train(run, model, optimizer, after, first=STEPS)
     return {"hash": hash_of(model), "draws": draws}
+
+
+class SlowNAdam(torch.optim.NAdam):
+    """Whose updates take so long that later ones are taken along."""
+
+    def step(self, closure: Any = None) -> Any:
+        time.sleep(0.05)
+        return super().step(closure)
+
+
+def saves_lagging(run: Rank, path: str) -> dict[str, list[int]]:
+    """What a checkpoint says of how many steps parameters have made, and what those ranks know that
+    own them. Others own nothing of some."""
+    model = make_model()
+    optimizer: Any = SlowNAdam(model.parameters(), lr=1e-2)
+    how: dict[str, Any] = {"update": strata.LockFree(max_staleness=3), "workers": 1}
+    how["gradient_accumulation_steps"] = 2
+    model, optimizer = strata.wrap(model, optimizer, **how)
+    train(run, model, optimizer, 6)
+    strata.save(model, path)
+    state = wrapped(model)
+    known = [
+        state.session.param_step(i) if owned(state, i, run.rank) else 0
+        for i in range(len(state.params))
+    ]
+    return {"saved": [e["step"] for e in read_manifest(Path(path))["params"]], "known": known}
 
 
 def saves_beside(

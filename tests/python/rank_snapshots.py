@@ -20,8 +20,10 @@ from rank_saves import STEPS, Kinds, loads
 from strata._runtime.wrapped import wrapped
 from strata._storage import snapshot_writer
 from strata._storage.checkpoint_files import read_manifest, write_manifest
+from strata._storage.snapshot import drop_removed, snapshot_alone
 from strata._storage.snapshot_links import Links
 from strata._storage.snapshot_machines import Copies
+from strata._storage.snapshot_series import remove_snapshot
 from strata._storage.together import Together
 from torch import nn
 
@@ -134,6 +136,23 @@ def rotates(run: Rank, series: str, steps: int, **options: Any) -> dict[str, Any
         "adopted": adopted(words),
         "again": again.name,
     }
+
+
+def replaces(run: Rank, series: str, **options: Any) -> int:
+    """Each in a folder of its own, and then rank 0 removes the one before, as the Trainer does. How
+    many are held in the end."""
+    model, optimizer = start(run, make_model(), snapshots=1, **options)
+    before: Path | None = None
+    for step in range(STEPS, STEPS + 4):
+        train(run, model, optimizer, 1, first=step)
+        newest = snapshot_alone(model, f"{series}-{step}").wait(SERIES_S)
+        run.meet()
+        if run.rank == 0 and before is not None:
+            remove_snapshot(before)
+        run.meet()
+        before = newest
+    drop_removed(model)
+    return len(wrapped(model).snapshots.kept)
 
 
 def calls_late(run: Rank, series: str, **options: Any) -> dict[str, Any]:

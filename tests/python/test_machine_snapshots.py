@@ -156,6 +156,15 @@ def test_older_ones_go_on_all_machines(ranks: Ranks, tmp_path: Path, disks: dict
     check_drives(tmp_path, EACH, ids)
 
 
+def test_what_rank_0_removes_goes_on_all_machines(
+    ranks: Ranks, tmp_path: Path, disks: dict[str, Any]
+) -> None:
+    """Of snapshots in folders of their own: there is room for one beside that which is taken."""
+    series = tmp_path / "run"
+    assert ranks.run("rank_snapshots.replaces", EACH, series=str(series), **disks) == [1, 1]
+    check_drives(tmp_path, EACH, ids_in(max(tmp_path.glob("run-*"))))
+
+
 @pytest.mark.thorough
 def test_what_no_rank_reaches_is_named(ranks: Ranks, tmp_path: Path, disks: dict[str, Any]) -> None:
     shared = tmp_path / "run"

@@ -85,6 +85,25 @@ def test_who_is_stopped_ahead_of_a_save_is_named(ranks: Ranks, stopped: bool) ->
     assert [outcome.code for outcome in run.wait()] == [0, 0]
 
 
+@pytest.mark.parametrize("machines", [3, thorough("ab")])
+def test_who_has_ended_its_training_is_named_in_a_save(ranks: Ranks, machines: int | str) -> None:
+    said = ranks.run("rank_ends.saves_without_one_that_has_ended", machines)
+    assert said[0].startswith("rank 1 has ended its training without strata.save()"), said
+    assert same([said[0], *said[2:]])
+
+
+def test_unwrap_needs_no_group_of_torch(ranks: Ranks) -> None:
+    assert same(ranks.run("rank_ends.unwraps_behind_torch", 2)) == same(
+        ranks.run("bits", 2, steps=1)
+    )
+
+
+@pytest.mark.parametrize("update", ["on_step", thorough("lock-free:0")])
+def test_a_load_drops_gradients_of_some_ranks(ranks: Ranks, update: str) -> None:
+    found = ranks.run("rank_ends.loads_over_gradients_of_one", 2, update=update)
+    assert same(found) == same(ranks.run("bits", 2, steps=2))
+
+
 @pytest.mark.thorough
 def test_who_says_nothing_in_a_save_is_named_though_torch_has_given_up(ranks: Ranks) -> None:
     """Between machines the core takes longer than torch does here."""

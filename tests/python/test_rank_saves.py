@@ -227,3 +227,11 @@ def test_a_load_drops_the_gradients_of_all(ranks: Ranks, tmp_path: Path) -> None
 def test_ranks_that_differ_say_so(ranks: Ranks, tmp_path: Path, what: str, words: str) -> None:
     for _, said in ranks.run("rank_saves.disagrees", 2, path=str(tmp_path / "at"), what=what):
         assert re.search(words, said), said
+
+
+def test_steps_are_those_that_owners_have_made(ranks: Ranks, tmp_path: Path) -> None:
+    """Of updates that lag some are made with the next one, and both are one step."""
+    found = ranks.run("rank_saves.saves_lagging", 2, path=str(tmp_path / "checkpoint"))
+    made = list(map(max, *each(found, "known")))
+    assert min(made) < 6
+    assert same(each(found, "saved")) == made

@@ -205,6 +205,22 @@ def test_an_accumulation_goes_on_under_any_number_of_ranks(
     assert same(ranks.run("rank_snapshots.goes_on_halfway", 1, series=again, **ssd)) == same(one)
 
 
+def test_sums_of_ranks_are_in_float32_whatever_was_declared(
+    ranks: Ranks, tmp_path: Path, ssd: dict[str, Any]
+) -> None:
+    """So is the norm that clip_grad_norm_() has of them, and what a snapshot says of its pages."""
+    ssd |= KINDS["bfloat16"]
+    undeclared = ssd | {"gradient_accumulation_steps": 1}
+    takes, goes_on = "rank_snapshots.takes_halfway", "rank_snapshots.goes_on_halfway"
+    for where in ("middle", "clipped"):
+        declared, series = str(tmp_path / f"declared-{where}"), str(tmp_path / where)
+        expected = same(ranks.run(takes, 2, series=declared, where=where, **ssd))
+        found = ranks.run(takes, 2, series=series, where=where, **undeclared)
+        assert same(found) == expected
+        found = ranks.run(goes_on, 2, series=series, **undeclared)
+        assert same(found) == expected
+
+
 def damage(folder: Path, role: str) -> None:
     """The first page of that role that rank 1 has."""
     manifest = read_manifest(folder)

@@ -85,7 +85,9 @@ def test_nor_where_a_base_rests_as_codes(ranks: Ranks, form: str, case: str) -> 
     assert same(ranks.run("codes", 2, form=form, **CASES[case])) == expected
 
 
-@pytest.mark.parametrize("scenario", ["clips", thorough("scales"), thorough("drops")])
+@pytest.mark.parametrize(
+    "scenario", ["clips", "scales_halves", "zeroes", thorough("scales"), thorough("drops")]
+)
 def test_gradients_answer_for_all_ranks(ranks: Ranks, scenario: str) -> None:
     expected = same(ranks.run(f"rank_gradients.{scenario}", 1))
     for count in (2, 4):

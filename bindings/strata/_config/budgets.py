@@ -96,6 +96,12 @@ def gradients_rest(config: Config) -> bool:
     return config["accumulate"] or config["update"] == "lock_free"
 
 
+def adds_in_float32(config: Config) -> bool:
+    """Whether gradients rest in float32, whatever their parameters are: as make_layout() has it, in
+    engine/layout.cpp. Those of ranks always add up."""
+    return gradients_rest(config) or "ranks" in config
+
+
 def _default_ssd_bytes(config: Config, options: Options) -> int:
     """Room for all that rests: parameter, residual or master, two moments, gradient; and for
     snapshots, which hold what is trained once each, with gradients that rest behind a step, and

@@ -39,7 +39,7 @@ import torch
 from torch import distributed
 
 from .._errors import StrataError
-from .._torch_compat import copy_rows
+from .._torch_compat import copy_rows, default_store
 from . import machine
 from .launched import processes_started, restarts_share_a_store
 from .rank_group import Collectives, cpu_group, group_of, meets_over_a_file
@@ -74,6 +74,7 @@ class Ranks:
     pids: tuple[int, ...] = ()  # by rank; 0 of another machine; none: on paper
     machines: tuple[str, ...] = ()  # by rank: its name; none: all are of one
     group: Any = field(default=None, repr=False)  # of cpu_group(); None: on paper
+    store: Any = field(default=None, repr=False)  # torch's, where they began; None: on paper
 
     def spec(
         self, *, gradients: str, gathers: str, sums: str, timeout_s: float | None
@@ -280,7 +281,7 @@ def _joined(rank_group: Any) -> Ranks | None:
     found, group = ranks_on_paper(rank_group), group_of(rank_group)
     if found is None or group is None:
         return None
-    return replace(found, group=cpu_group(group))
+    return replace(found, group=cpu_group(group), store=default_store())
 
 
 def _find_ranks(rank_group: Any) -> Ranks | None:

@@ -24,12 +24,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .._config.budgets import adds_in_float32
 from .._config.managed import DTYPE_NAMES
 from .._torch_compat import DisableTorchFunction, graph_task
 from .grad_shown import Shown
 from .grad_tensor import PagedGradient, tensor_of
 from .held_gradients import HeldGradients
 from .ownership import is_shared
+from .shard_totals import ShardTotals, Squares
 from .visits import Change
 
 if TYPE_CHECKING:
@@ -48,14 +50,13 @@ class Gradients:
     def __init__(self, state: Wrapped) -> None:
         self._state = state
         self.on_step = state.config["update"] == "on_step"
-        sums = state.config["accumulate"]
+        sums = adds_in_float32(state.config)
         self._dtypes = [torch.float32 if sums else alias.dtype for alias in state.aliases]
         self._shown: dict[int, weakref.ref[Shown]] = {}
         self._held = HeldGradients(self._replace)
         self._zero: set[int] = set()
         self.used: set[int] = set()  # by step(), and neither dropped nor replaced since
-        # Of shards: squares of the whole, and whether scaled since. None: they change, or may have.
-        self._totals: dict[int, tuple[float, bool]] = {}
+        self.totals = ShardTotals(state, self._shard_squares)
 
     # What p.grad does -----------------------------------------------------------------------------
 
@@ -102,7 +103,7 @@ class Gradients:
         self._leave_values(index)
         drop_real(state.params[index])
         self.used.discard(index)
-        self._totals.pop(index, None)
+        self.totals.forget(index)
         self._held.give(index, value.to(self._dtypes[index]))
 
     def _check(self, index: int, value: torch.Tensor) -> None:
@@ -128,7 +129,7 @@ class Gradients:
                 f"update={state.config['update']!r}: call optimizer.zero_grad()"
             )
         self._leave_values(index)
-        self._totals.pop(index, None)
+        self.totals.forget(index)
         with self._change():
             drop_real(state.params[index])
             self._held.drop(index)
@@ -152,7 +153,7 @@ class Gradients:
     def zero(self, index: int) -> None:
         """p.grad.zero_(), also of one that step() has used."""
         self.refuse_mode(index, "it cannot be zeroed")
-        self._totals.pop(index, None)
+        self.totals.forget(index)
         if index in self._held:
             self._held.tensor(index).detach().zero_()
             return
@@ -164,7 +165,7 @@ class Gradients:
 
     def drop_all(self, zeros: bool = False) -> None:
         """Forgets all of them; `zeros`: those that there are become zero instead."""
-        self._totals.clear()
+        self.totals.forget_all()
         there = {i for i in range(len(self._state.params)) if self._there(i)}
         if zeros and self.on_step:
             for index in there & self._held.indices():
@@ -256,52 +257,31 @@ class Gradients:
                 "torch.amp.GradScaler"
             )
 
-    def squares(self, index: int) -> tuple[float, bool] | None:
+    def squares(self, index: int) -> Squares | None:
         """The sum of its squares, and whether it was scaled and not rounded since that was taken.
         None: only its values tell. Of a shard, the squares of the whole."""
         self.sort_out()
         self.refuse_mode(index, "its norm cannot be asked for")
         if not self.is_shard(index):
             return self._own_squares(index)
-        if index not in self._totals or index in self._held:  # others may have changed that
-            self._learn_totals()
-        return self._totals[index]
+        if index in self._held:  # others may have changed that
+            self.totals.forget(index)
+        return self.totals.of(index)
 
     def is_shard(self, index: int) -> bool:
         """Whether other processes have other parts of it."""
         return self._state.shards is not None and index in self._state.shards
 
-    def all_squares(self) -> float | None:
-        """Of all gradients together, as step() has them; None: those of the core count. All
-        processes that have shards of the model ask. REQUIRES: hand_over()."""
-        state = self._state
-        if state.shards is None or not self.on_step:
-            return None
-        state.landings.wait()
-        state.steps.look_at_gradients(wanted=True)
-        squares = state.session.gradient_squares
-        own = [squares(i)[0] if n else 0.0 for i, n in enumerate(state.steps.landed)]
-        return state.shards.agreed(sum(state.shards.add_up(own)))
+    def _shard_squares(self, index: int) -> Squares:
+        """Of what this process has of a gradient. Rounding may tell: then of the values."""
+        if not self._there(index):
+            return 0.0, False
+        own = self._own_squares(index)
+        if own is None or (own[1] and self._dtypes[index] is torch.float16):
+            return self.open(index).detach().double().square().sum().item(), False
+        return own
 
-    def forget_totals(self) -> None:
-        """The squares of shards are asked for anew."""
-        self._totals.clear()
-
-    def _learn_totals(self) -> None:
-        """Of all shards at once."""
-        shards = self._state.shards
-        assert shards is not None
-        found = [(0.0, False)] * len(self._state.params)
-        for index in filter(self._there, shards.shardings):
-            own = self._own_squares(index)
-            if own is None or (own[1] and self._dtypes[index] is torch.float16):  # rounding tells
-                values = self.open(index).detach().double()
-                own = values.square().sum().item(), False
-            found[index] = own
-        totals = shards.add_up([squares for squares, _ in found])
-        self._totals = {i: (totals[i], found[i][1]) for i in shards.shardings}
-
-    def _own_squares(self, index: int) -> tuple[float, bool] | None:
+    def _own_squares(self, index: int) -> Squares | None:
         if index in self._held:
             return None
         if index in self._zero and not self._state.steps.landed[index]:
@@ -314,7 +294,7 @@ class Gradients:
         """Notes that it is multiplied with, or divided by, a factor, for which REQUIRES of
         Gradients::scale in engine/gradients.hpp hold. False, and nothing done: it has to be done on
         its values."""
-        self._totals.pop(index, None)
+        self.totals.forget(index)
         if index in self._held:
             return False
         if not self._state.steps.landed[index]:
@@ -339,7 +319,7 @@ class Gradients:
     def close(self, index: int, values: torch.Tensor, changed: bool) -> None:
         """Something was done with what open() returned. REQUIRES: it is still the gradient."""
         if changed or index in self._held:
-            self._totals.pop(index, None)
+            self.totals.forget(index)
         if index in self._held:
             return
         if is_shared(values):
@@ -356,7 +336,7 @@ class Gradients:
 
     def _replace(self, index: int, values: torch.Tensor) -> None:
         """Has the core take these values for the gradient."""
-        self._totals.pop(index, None)
+        self.totals.forget(index)
         state = self._state
         source = values.detach().to(state.device, self._dtypes[index]).contiguous()
         state.landings.wait()
@@ -382,7 +362,7 @@ class Gradients:
     def land(self, index: int, grad: torch.Tensor) -> bool:
         """A backward adds to the gradient. True: to one that is held, so nothing is left to do.
         Raises RuntimeError where what it would be added to is gone."""
-        self._totals.pop(index, None)
+        self.totals.forget(index)
         if index in self._held:
             with torch.no_grad():
                 self._held.tensor(index).add_(grad)
@@ -399,9 +379,14 @@ class Gradients:
     def hand_over(self) -> None:
         """Ahead of a step: the core gets what is held, and zeros."""
         self._held.land_all()
-        for index in [i for i in self._zero if not self._state.steps.landed[i]]:
-            self._replace(index, self.open(index))
-            self._zero.add(index)  # as p.grad will show
+        state = self._state
+        for index in [i for i in self._zero if not state.steps.landed[i]]:
+            zeros = self.open(index)
+            state.landings.wait()
+            with self._change():  # of ranks, each adds its own
+                dtype = DTYPE_NAMES[zeros.dtype]
+                state.session.land_gradient(index, zeros.data_ptr(), dtype, stream=state.stream())
+                state.steps.landed[index] = 1
 
     def hand_over_held(self) -> frozenset[int]:
         """Ahead of a snapshot: the core gets what is held, but no zeros. Returns which are zero, or
@@ -413,7 +398,7 @@ class Gradients:
 
     def take_over(self, zeros: set[int]) -> None:
         """Of a snapshot: the core has all that has landed; these are zero."""
-        self._totals.clear()
+        self.totals.forget_all()
         self._state.steps.learn_landed()
         self._zero = zeros
 
@@ -425,7 +410,7 @@ class Gradients:
 
     def forget(self) -> None:
         """There are no gradients, nor what they were."""
-        self._totals.clear()
+        self.totals.forget_all()
         for ref in self._shown.values():
             if (shown := ref()) is not None:
                 shown.leave(None)

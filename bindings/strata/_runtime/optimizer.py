@@ -138,7 +138,7 @@ class StrataOptimizer(torch.optim.Optimizer):
             loss_scale or 1.0,
             self._skip_nonfinite or loss_scale is not None,
             self.max_unit_norm,
-            state.gradients.all_squares(),
+            state.gradients.totals.of_all(),
         )
         state.steps.note(result)
         if state.planning is None:

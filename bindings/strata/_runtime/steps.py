@@ -81,7 +81,7 @@ class Steps:
         """Ahead of strata.load() writing all parameters, which are of no one step then: forgets
         gradients and what they were used for. The state is half loaded until that has ended."""
         if self._state.ranks is not None:
-            self.drop_gradients()  # all ranks meet for it
+            self.drop_gradients(wanted=True)
         self._state.half_loaded = True
         self._state.landings.wait()
         self._drop_real_gradients()
@@ -130,18 +130,19 @@ class Steps:
         self._state.landings.wait()
         if self._state.session.look_at_gradients(wanted):
             self.learn_landed()
-            self._state.gradients.forget_totals()
+            self._state.gradients.totals.forget_all()
 
     def learn_landed(self) -> None:
         """From the core."""
         count = self._state.session.gradient_count
         self.landed = [count(i) for i in range(len(self._state.params))]
 
-    def drop_gradients(self) -> None:
-        """Forgets what has landed since the last step."""
+    def drop_gradients(self, wanted: bool = False) -> None:
+        """Forgets what has landed since the last step. `wanted`: all ranks meet for it, also those
+        that have nothing."""
         self._state.landings.wait()
         self._drop_real_gradients()
-        self._state.session.drop_gradients()
+        self._state.session.drop_gradients(wanted)
         self.landed = [0] * len(self._state.params)
 
     def _drop_real_gradients(self) -> None:

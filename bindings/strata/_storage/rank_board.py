@@ -33,7 +33,6 @@ from torch import distributed
 
 from .._errors import StrataError
 from .._runtime.wrapped import Wrapped
-from .._torch_compat import default_store
 from .checkpoint_files import CheckpointError
 
 if TYPE_CHECKING:
@@ -86,7 +85,7 @@ class Board:
         self._session = session
         self._death_s = death_s
         self.rank, self.count, self.machines = ranks.rank, ranks.count, ranks.machines
-        self._first = default_store()  # what it serves ends with it
+        self._first = ranks.store  # what it serves ends with it
         # A connection of its own, where it has any: others would wait for ours.
         own = self._first.clone() if hasattr(self._first, "clone") else self._first
         # The run has a name that no other one has, and all of its ranks.

@@ -47,7 +47,7 @@ from .snapshot_elements import Form
 from .snapshot_files import links_at
 from .snapshot_parts import own_chunks, read_part, remove_part, write_lines
 from .snapshot_values import Forms, Share, SnapshotValues
-from .together import Together
+from .together import Together, owned
 
 if TYPE_CHECKING:
     from .._core import TakenSnapshot
@@ -146,7 +146,7 @@ def save(
         state.synchronize()
         work = Work.of(state, path, extra, progress, together)
         for tensor, entry in zip(work.tensors, work.manifest["params"], strict=True):
-            entry["step"] = state.session.param_step(tensor.parts[0])
+            entry["step"] = _steps_of(state, tensor.parts[0])
         phase.said = work.said()
     work.join(phase.heard)
     buffer = torch.empty(BUFFER_BYTES // 4, dtype=torch.float32, device="cpu")
@@ -158,6 +158,14 @@ def save(
     done: Future[None] = Future()
     done.set_result(None)
     return SaveHandle(path, done)
+
+
+def _steps_of(state: Wrapped, param: int) -> int:
+    """That the parameter has made. Ranks that own nothing of it do not know of updates that a late
+    one has taken along: 0, and who does says it."""
+    ranks = state.ranks
+    counts = ranks is None or owned(state, param, ranks.rank)
+    return state.session.param_step(param) if counts else 0
 
 
 def _check(state: Wrapped, path: str | Path, extra: dict[str, Any] | None) -> Path:

@@ -33,6 +33,7 @@ from .rank_calls import Call, Calls
 from .registrations import Contents
 from .snapshot_context import Form, form_of, take_context
 from .snapshot_kept import KeptSnapshots
+from .snapshot_links import remove_links
 from .snapshot_machines import recover
 from .snapshot_series import check_series, step_folder
 from .snapshot_writer import Asked, Writer
@@ -137,8 +138,24 @@ def snapshot(
 def snapshot_alone(
     model: nn.Module, path: str | Path, extra: dict[str, Any] | None = None
 ) -> SnapshotHandle:
-    """As snapshot(), the only one of its series. Whoever asks removes it: remove_snapshot()."""
+    """As snapshot(), the only one of its series. Whoever asks removes it, on rank 0:
+    remove_snapshot(). Ranks of several machines wait for each other."""
+    drop_removed(model)
     return _begin(model, Path(path), 1, 0, extra)
+
+
+def drop_removed(model: nn.Module) -> None:
+    """Of several machines: what was removed where rank 0 is goes on the others, which whoever
+    removed it does not see. All ranks call it."""
+    state = wrapped(model)
+    if state.ranks is None or not state.ranks.machines:
+        return
+    taker: Taker | None = state.snapshots
+    together = Together.of(state, NAME)
+    with together.phase() as phase:
+        phase.said = taker.removed() if taker is not None else []
+    if taker is not None and not together.leads:
+        taker.drop(phase.heard[0])
 
 
 def _begin(
@@ -331,6 +348,17 @@ class Taker:
             future.set_exception(error)
         else:
             future.set_result(None)
+
+    def removed(self) -> list[str]:
+        """Of those that were complete: the ids of those that are there no more, each once."""
+        self.kept.drop_removed()
+        return self.kept.take_gone()
+
+    def drop(self, identities: list[str]) -> None:
+        """What rank 0 has not any more goes from the drives of this rank, too."""
+        for identity in identities:
+            remove_links(self._drives, identity)
+        self.kept.drop_removed()
 
     def make_room_to_hold(self) -> None:
         """Room for what self.holder is to hold. Raises StrataError where there can be none."""

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .._config.budgets import adds_in_float32
 from .._optim.groups import moments_of
 from .._runtime.wrapped import Wrapped
 from . import rng
@@ -69,7 +70,7 @@ def take_context(
         "extra": to_json(extra, tensors),
         "gradients": None,
         "zeros": sorted(state.gradients.hand_over_held()),
-        "sums": {"float32": state.config["accumulate"], "divisor": divisor(state)},
+        "sums": {"float32": adds_in_float32(state.config), "divisor": divisor(state)},
     }
     json.dumps(manifest)  # raises now, and not on the thread
     copies = {name: value.detach().to("cpu", copy=True) for name, value in values.items()}

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from .._config.budgets import adds_in_float32
 from .._config.choices import DTYPES
 from .._config.managed import DTYPE_NAMES
 from .._core import update_span
@@ -162,7 +163,7 @@ class SavedGradients:
             tensor, entry = self._source.tensors[place], self._manifest["params"][place]
             theirs = "float32" if self._saved["float32"] else entry["dtype"]
             dtype = config["params"][tensor.parts[0]]["dtype"]
-            ours = "float32" if config["accumulate"] else dtype
+            ours = "float32" if adds_in_float32(config) else dtype
             if ours not in ("float32", theirs):
                 raise CheckpointError(
                     f"this snapshot has sums of gradients of {tensor.name!r} in {theirs}, which "
@@ -289,7 +290,7 @@ class SavedGradients:
         if not landed:
             return
         spec = self._state.config["params"][part]
-        name = "float32" if self._state.config["accumulate"] else spec["dtype"]
+        name = "float32" if adds_in_float32(self._state.config) else spec["dtype"]
         dtype: torch.dtype = getattr(torch, name)
         owners = self._state.session.owners(part, 0)  # what trains has the same for all
         # What others own: added to any value it gives that value, of either zero too.

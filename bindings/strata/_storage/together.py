@@ -41,7 +41,15 @@ from torch import distributed
 from .._config.rank_group import Collectives
 from .._runtime.wrapped import Wrapped
 from .checkpoint_files import CheckpointError
-from .rank_board import PATIENCE_S, PAUSE_MAX_S, PAUSE_MIN_S, Board, death_s, naming_dead
+from .rank_board import (
+    NO_MORE,
+    PATIENCE_S,
+    PAUSE_MAX_S,
+    PAUSE_MIN_S,
+    Board,
+    death_s,
+    naming_dead,
+)
 
 Exchange = Callable[[str], list[str]]
 """Gives what all ranks say, by rank, for what this one says."""
@@ -220,8 +228,13 @@ class _Waits:
         pause, apart = PAUSE_MIN_S, min(LOOK_S, self._patience_s / 3)
         looks: list[set[int]] = []  # ranks that were silent at each
         look = time.monotonic() + self._patience_s - (LOOKS - 1) * apart
+        left: tuple[int, float] | None = None  # the first to end its training, and when it was seen
         while not work.is_completed():
             self._session.awaited_rank()
+            if left is None and NO_MORE in (places := self._session.rank_places()):
+                left = places.index(NO_MORE), time.monotonic()
+            if left is not None and time.monotonic() - left[1] > self._patience_s:
+                self._refuse_left(left[0])
             time.sleep(pause)
             pause = min(2 * pause, PAUSE_MAX_S)
             if len(looks) == LOOKS or time.monotonic() < look:
@@ -230,6 +243,15 @@ class _Waits:
             look += apart
             if len(looks) == LOOKS:
                 self._tell(sorted(looks[-2] & looks[-1]))
+
+    def _refuse_left(self, rank: int) -> None:
+        """Who has left behind this call said all that others wait for, which may be on its way, or
+        pass through a rank that is stopped."""
+        if self._session.silent_ranks():
+            return
+        raise CheckpointError(
+            f"rank {rank} has ended its training without {self._call}, which every rank has to call"
+        )
 
     def _tell(self, stopped: list[int]) -> None:
         who = " and ".join(f"rank {rank}" for rank in stopped)

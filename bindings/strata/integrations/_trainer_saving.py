@@ -29,7 +29,7 @@ from .._storage import rng
 from .._storage.rank_board import death_s, name_dead
 from .._storage.replacing import make_newest
 from .._storage.saving import save
-from .._storage.snapshot import SnapshotHandle, snapshot_alone
+from .._storage.snapshot import SnapshotHandle, drop_removed, snapshot_alone
 from .._storage.snapshot_load import load
 from .._storage.snapshot_series import snapshots_of
 from ._trainer_checkpoints import (
@@ -103,6 +103,9 @@ class SavingMixin(_Base):
                 self._name_dead()
             raise
         self._settle()
+        if self.snapshots:
+            self.accelerator.wait_for_everyone()  # rank 0 has removed what is outdated
+            drop_removed(self.model)
         return result
 
     def _name_dead(self) -> None:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .._config.launched import processes_started
 from .._errors import nearest
 from ..optim import GradScaler
 from ._deepspeed_file import AUTO, WARMUP_STEPS, values
@@ -208,28 +209,35 @@ class _Reading:
         self._note(path, shown, HONOURED, f"{keyword}={value!r}{note}")
 
     def _batch(self) -> None:
-        """Of two sizes DeepSpeed computes the third one; of all, how many processes there are."""
+        """Of two sizes DeepSpeed computes the third one; of all, how many processes there are:
+        those that were started."""
+        processes = processes_started()
         total, micro, calls = (
             None if self.given.get(path) in (None, AUTO) else self._count(path)
             for path in BATCH_KEYS
         )
         total_key, micro_key, calls_key = BATCH_KEYS
         if total and micro:
-            ranks, rest = divmod(total, micro * (calls or 1))
-            if rest or (calls and ranks != 1):
-                enough = f": {calls_key} {total // micro} gives the same batch in one process"
+            here = "one process" if processes == 1 else f"{processes} processes"
+            times, rest = divmod(total, micro * processes)
+            if rest or calls not in (None, times):
+                enough = f": {calls_key} {times} gives the same batch in {here}"
                 self._note(
                     total_key,
                     total,
                     REFUSED,
-                    f"is not {micro_key} {micro} x {calls_key} {calls or 1}"
-                    + (enough if not total % micro else ""),
+                    f"is not {micro_key} {micro} x {calls_key} {calls or 1} in {here}"
+                    + ("" if rest else enough),
                 )
-            calls = calls or max(1, ranks)
+            calls = calls or max(1, times)
         elif total:
-            micro, rest = divmod(total, calls or 1)
+            micro, rest = divmod(total, (calls or 1) * processes)
             if rest:
-                self._note(total_key, total, REFUSED, f"cannot be divided by {calls_key} {calls}")
+                by = " and ".join(
+                    ([f"{calls_key} {calls}"] if calls else [])
+                    + ([f"{processes} processes"] if processes > 1 else [])
+                )
+                self._note(total_key, total, REFUSED, f"cannot be divided by {by}")
         calls = calls or 1
         for path in (total_key, micro_key):
             if path in self.given and path not in {row.key for row in self.found.rows}:
