@@ -104,8 +104,7 @@ class SavingMixin(_Base):
             raise
         self._settle()
         if self.snapshots:
-            self.accelerator.wait_for_everyone()  # rank 0 has removed what is outdated
-            drop_removed(self.model)
+            drop_removed(self.model)  # of all ranks, when rank 0 has removed what is outdated
         return result
 
     def _name_dead(self) -> None:
