@@ -237,6 +237,7 @@ void bind_updates(SessionClass& session) {
       .def("in_half_step", &Session::in_half_step, WithoutGil())
       .def("updates_first", &Session::updates_first, WithoutGil())
       .def("forget_step", &Session::forget_step, WithoutGil())
+      .def("end_load", &Session::end_load, WithoutGil())
       .def("steps", &Session::steps, WithoutGil())
       .def("drain", &Session::drain, WithoutGil())
       .def("param_step", &Session::step_of, WithoutGil())

@@ -263,6 +263,11 @@ void Session::forget_step() {
   core_->steps.forget(in.lock());
 }
 
+void Session::end_load() {
+  const Gate::Call in(gate_);
+  core_->steps.end_load();
+}
+
 void Session::drain() {
   Gate::Call in(gate_);
   core_->updates.wait_done(in.lock());

@@ -122,6 +122,7 @@ class Session final {
   void complete(UnitId unit, const std::vector<Hyper>& groups, double max_unit_norm);
   StepResult step(const std::vector<Hyper>& groups, const StepOptions& options);
   void forget_step();
+  void end_load();
   void drain();
   void synchronize();
   // See updates.hpp, Note [Shared processors].

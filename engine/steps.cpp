@@ -197,12 +197,18 @@ StepResult Steps::step(Lock& lock, const std::vector<Hyper>& groups, const StepO
 
 void Steps::forget(Lock& lock) {
   const BetweenSteps::StepCall call(parts_.between, lock);
+  if (auto& remote = parts_.base.remote; remote && !loading_) loading_.emplace(*remote);
   Updates& updates = parts_.updates;
   updates.wait_gradients_captured(lock);
   parts_.base.gate.wait(lock, [&] { return !updates.busy() || updates.waits_for_release(); });
   updates.forget_merged();
   parts_.gradients.forget(lock);
   parts_.gradients.forget_used();
+}
+
+void Steps::end_load() {
+  loading_.reset();
+  parts_.base.bell.ring();
 }
 
 void Steps::synchronize(Lock& lock) {

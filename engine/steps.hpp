@@ -50,8 +50,11 @@ class Steps final {
       STRATA_REQUIRES(core_lock);
   // Forgets what has landed since the last step(), also where some of it was used, or added to
   // gradients of earlier steps, which are forgotten with it. Updates that can go on are finished.
-  // What parameters hold then is of no one step: call it ahead of writing all of them.
+  // What parameters hold then is of no one step: call it ahead of writing all of them. Until
+  // end_load() no page of another rank is asked for, also where what is written is given up: it
+  // would be granted when that rank has written as often, and one that cannot never has.
   void forget(Lock& lock) STRATA_REQUIRES(core_lock);
+  void end_load();
   // Waits until everything is where it rests, and nothing is on its way. Throws as
   // Updates::wait_done() does.
   void synchronize(Lock& lock) STRATA_REQUIRES(core_lock);
@@ -67,6 +70,7 @@ class Steps final {
   std::vector<float> scales(double norm, const StepOptions& options) const;
 
   Parts parts_;
+  std::optional<RemotePages::Hold> loading_;
   std::vector<Hyper> groups_;  // of several ranks: with which the last unit was completed
   std::uint64_t count_ = 0;
   std::uint64_t skipped_ = 0;

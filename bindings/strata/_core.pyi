@@ -196,9 +196,8 @@ class Session:
     def replace_gradient(self, param: int, address: int, dtype: DtypeName, stream: int = 0) -> None:
         """Takes it in the place of what has landed. The memory may be reused on return."""
     def scale_gradient(self, param: int, factor: float, divides: bool) -> bool:
-        """Has it multiplied with a factor, or divided by one, and rounded, by whatever reads or
-        uses it from here on. False: it can note no more, and did nothing. REQUIRES: it has landed;
-        the factor is no infinity, nor zero where it divides; no element overflows."""
+        """Whoever reads or uses it multiplies, or divides, and rounds. False: it can note no more.
+        REQUIRES: it has landed; a finite factor, not zero where it divides; nothing overflows."""
     def gradient_squares(self, param: int) -> tuple[float, bool]:
         """The sum of squares of the newest gradient, also of one that was used; whether it was
         scaled since it landed, so that the sum knows nothing of its rounding."""
@@ -213,9 +212,8 @@ class Session:
     def begin_window(self) -> None:
         """What lands from here on is of another backward."""
     def look_at_gradients(self, wanted: bool = False) -> bool:
-        """Waits until what has landed of all ranks is added up. All of them do so, as often in a
-        step; drop_gradient() and drop_gradients() do as well. False: nothing has landed here since
-        the last time, and it was not `wanted` all the same."""
+        """Waits until what has landed of all ranks is added up: all of them ask, as often in a
+        step. False: nothing has landed here since the last time, and it was not `wanted`."""
     def leave_ranks(self, gives_up: bool) -> None:
         """Makes no more steps, and stays until the others need nothing of this rank any more.
         `gives_up`: ahead of the end of the training; the others are told, and raise StrataError."""
@@ -259,6 +257,8 @@ class Session:
     def forget_step(self) -> None:
         """Forgets what has landed since the last step(), also what was used or added to gradients
         of earlier steps. Parameters are of no one step then: call it ahead of writing them all."""
+    def end_load(self) -> None:
+        """They are written; until then no page of another rank is asked for."""
     def steps(self) -> int:
         """Steps whose gradients were used or skipped."""
     def drain(self) -> None:

@@ -11,6 +11,9 @@ class Alone:
     def leave_ranks(self, gives_up: bool) -> None:
         """Nobody waits for it."""
 
+    def end_load(self) -> None:
+        """It asks nobody for pages, ever."""
+
     def updates_first(self) -> bool:
         """Nobody shares its processors."""
         return False

@@ -90,6 +90,11 @@ class Steps:
         self._note_no_gradients()
         self._state.gradients.forget()
 
+    def end_load(self) -> None:
+        """Behind forget(): strata.load() has written everything, on all ranks."""
+        self._state.session.end_load()
+        self._state.half_loaded = False
+
     def end(self, predicted_seconds: float | None = None, plan: int = 0) -> RecordedStep:
         """What was recorded of the step that has ended. The log keeps of it what reports tell."""
         self._backward = None

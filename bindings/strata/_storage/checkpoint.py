@@ -114,7 +114,7 @@ def load(model: nn.Module, path: str | Path, *, progress: Progress | None = None
             state.steps_before = run_step - state.session.steps()
             own = said_by(manifest, together)
             restore_context(state, groups, own["rng"])
-    state.half_loaded = False
+    state.steps.end_load()
     state.last_saved = folder
     extra: dict[str, Any] = from_json(own["extra"], [])
     return extra

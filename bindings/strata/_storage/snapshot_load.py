@@ -137,5 +137,5 @@ def _load_snapshot(
                 checkpoint.set_buffer(buffers[entry["name"]], raw)
             state.steps_before = manifest["step"] - state.session.steps()
             checkpoint.restore_context(state, groups, own["rng"])
-    state.half_loaded = False
+    state.steps.end_load()
     return extra

@@ -1,0 +1,106 @@
+// Ranks of which one goes another way: is refused, has nothing, or fails in the middle.
+#include <gtest/gtest.h>
+
+#include <chrono>
+#include <functional>
+#include <initializer_list>
+#include <thread>
+#include <vector>
+
+#include "rank_training.hpp"
+
+namespace strata::rank_ways_test {
+namespace {
+
+// All of them know what the others have of it, and nobody can go back.
+TEST(RankWays, ARefusedStepIsMadeAgainAheadOfAnythingElse) {
+  Loopback machine(2);
+  std::barrier all(2);
+  on_ranks(2, [&](std::uint32_t rank) {
+    const auto opened = open_rank(machine, rank);
+    Session& session = *opened;
+    fill_all(session);
+    const double norm = rank == 0 ? 1.0 : 2.0;
+    std::string words = refusal_of([&] { train_rank(session, 1, {.max_norm = norm}, {}); });
+    EXPECT_NE(words.find("ask different things of this step"), std::string::npos) << words;
+    for (const std::function<void()>& other : std::initializer_list<std::function<void()>>{
+             [&] { session.drop_gradients(); },
+             [&] { session.drop_gradient(0); },
+             [&] { session.look_at_gradients(); },
+         }) {
+      words = refusal_of(other);
+      EXPECT_NE(words.find("call step() again, on all ranks"), std::string::npos) << words;
+    }
+    EXPECT_TRUE(session.step(session.config().groups, {.max_norm = 1.0}).finite);
+    train_rank(session, 1, {}, {});
+    all.arrive_and_wait();  // others may still read from this one
+  });
+}
+
+// One that reads from a damaged disk may never write what the other has written.
+TEST(RankWays, WriteForALoadWithoutWaitingForEachOther) {
+  Loopback machine(2);
+  std::barrier all(2);
+  on_ranks(2, [&](std::uint32_t rank) {
+    const auto opened = open_rank(machine, rank);
+    Session& session = *opened;
+    fill_all(session);
+    train_rank(session, 1, {}, {});
+    all.arrive_and_wait();
+    const auto load = [&] {
+      session.forget_step();
+      for (int round = 0; round < 3; ++round) {
+        for (std::uint32_t p = 0; p < session.config().params.size(); ++p) {
+          const std::vector<float> values(session.config().params[p].numel, 0.5f);
+          session.write(p, Kind::master, 0, values.data(), values.size());
+        }
+        std::this_thread::sleep_for(std::chrono::milliseconds(30));  // the pump looks around
+      }
+    };
+    if (rank == 0) load();
+    all.arrive_and_wait();
+    if (rank == 1) load();
+    all.arrive_and_wait();
+    session.end_load();
+    train_rank(session, 1, {}, {});
+    all.arrive_and_wait();  // others may still read from this one
+  });
+}
+
+// Where any has one, all of them meet.
+TEST(RankWays, DropGradientsTogetherThoughOneHasNone) {
+  Loopback machine(2);
+  std::barrier all(2);
+  on_ranks(2, [&](std::uint32_t rank) {
+    const auto opened = open_rank(machine, rank);
+    Session& session = *opened;
+    fill_all(session);
+    if (rank == 0) visit_unit(session, 1, true, rank);
+    session.drop_gradients(true);
+    EXPECT_FALSE(session.look_at_gradients()) << "there is nothing any more";
+    session.drop_gradients(true);
+    train_rank(session, 1, {}, {});
+    all.arrive_and_wait();  // others may still read from this one
+  });
+}
+
+// So that it can be told how its way became another one.
+TEST(RankWays, ARankWithoutAGradientIsNamed) {
+  Loopback machine(2);
+  std::barrier all(2);
+  on_ranks(2, [&](std::uint32_t rank) {
+    const auto opened = open_rank(machine, rank);
+    Session& session = *opened;
+    fill_all(session);
+    if (rank == 0) visit_unit(session, 1, true, rank);
+    const std::string words = refusal_of([&] {
+      session.look_at_gradients();
+      session.step(session.config().groups, {});
+    });
+    EXPECT_NE(words.find("rank 1 has no gradient in this step"), std::string::npos) << words;
+    all.arrive_and_wait();  // the other may still ring this one's bell
+  });
+}
+
+}  // namespace
+}  // namespace strata::rank_ways_test
