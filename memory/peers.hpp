@@ -171,12 +171,12 @@ class Peers final {
       MessageRing& ring = seats_[rank_].inbox[next_];
       const bool torn = ring.popped() != popped_[next_];
       const RingAnswer answer = torn ? RingAnswer::corrupt : ring.pop(received.message);
-      if (answer == RingAnswer::corrupt) damaged_ = next_;
+      if (answer == RingAnswer::corrupt) note_damage(next_);
       if (answer != RingAnswer::done) continue;
       const PeerMessage& message = received.message;
       const auto expected = static_cast<std::uint32_t>(popped_[next_]++);
       if (message.number == expected && message.check == check_of(message)) return received;
-      damaged_ = next_;
+      note_damage(next_);
     }
     return std::nullopt;
   }

@@ -109,8 +109,9 @@ bool OtherRanks::heed_ways() {
     std::string what = "rank " + std::to_string(rank) + " and rank " + std::to_string(here) +
                        " take different ways: one ends a step where the other reads p.grad, drops "
                        "gradients or takes a snapshot. All ranks must do so, or none";
-    if (exchange_.has_gradient(rank) != exchange_.has_gradient(here)) {
-      what += "; rank " + std::to_string(exchange_.has_gradient(here) ? rank : here) +
+    const bool has_one = exchange_.has_gradient(here);
+    if (exchange_.has_gradient(rank) != has_one) {
+      what += "; rank " + std::to_string(has_one ? rank : here) +
               " has no gradient in this step, and so asks nobody: let it run a backward of a loss "
               "times zero, or clip by max_grad_norm= of strata.wrap()";
     }

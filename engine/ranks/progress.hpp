@@ -24,7 +24,7 @@ constexpr int kPassBits = 18;  // backward passes between two looks
 constexpr int kLookBits = 8;
 constexpr int kWindowBits = kLookBits + kPassBits;
 constexpr std::uint32_t kPassesMax = (1U << kPassBits) - 1;
-constexpr std::uint32_t kLooksPerStepMax = (1U << kLookBits) - 1;  // of a step
+constexpr std::uint32_t kLooksPerStepMax = (1U << kLookBits) - 1;
 constexpr int kNumberBits = 10;
 constexpr int kPlaceShift = kPassBits + kNumberBits;  // a key beyond it: step and look
 

@@ -187,6 +187,21 @@ class Cluster final {
   WireLoopback wires_;
 };
 
+using TwoRanks = std::function<void(Session& session, std::uint32_t rank, std::barrier<>& all)>;
+
+// Two ranks of a machine. None closes its session while the other may still read from it, or ring
+// its bell.
+inline void on_two_ranks(const TwoRanks& body) {
+  Loopback machine(2);
+  std::barrier all(2);
+  on_ranks(2, [&](std::uint32_t rank) {
+    const auto session = open_rank(machine, rank);
+    fill_all(*session);
+    body(*session, rank, all);
+    all.arrive_and_wait();
+  });
+}
+
 // Of every rank: the parameters, as it reads them, from whoever holds them.
 inline std::vector<std::vector<float>> trained(std::uint32_t ranks, int steps, const Config& of,
                                                const StepOptions& options, const Between& between,

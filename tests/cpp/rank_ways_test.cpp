@@ -1,6 +1,7 @@
 // Ranks of which one goes another way: is refused, has nothing, or fails in the middle.
 #include <gtest/gtest.h>
 
+#include <barrier>
 #include <chrono>
 #include <functional>
 #include <initializer_list>
@@ -14,12 +15,7 @@ namespace {
 
 // All of them know what the others have of it, and nobody can go back.
 TEST(RankWays, ARefusedStepIsMadeAgainAheadOfAnythingElse) {
-  Loopback machine(2);
-  std::barrier all(2);
-  on_ranks(2, [&](std::uint32_t rank) {
-    const auto opened = open_rank(machine, rank);
-    Session& session = *opened;
-    fill_all(session);
+  on_two_ranks([](Session& session, std::uint32_t rank, std::barrier<>&) {
     const double norm = rank == 0 ? 1.0 : 2.0;
     std::string words = refusal_of([&] { train_rank(session, 1, {.max_norm = norm}, {}); });
     EXPECT_NE(words.find("ask different things of this step"), std::string::npos) << words;
@@ -33,18 +29,12 @@ TEST(RankWays, ARefusedStepIsMadeAgainAheadOfAnythingElse) {
     }
     EXPECT_TRUE(session.step(session.config().groups, {.max_norm = 1.0}).finite);
     train_rank(session, 1, {}, {});
-    all.arrive_and_wait();  // others may still read from this one
   });
 }
 
 // One that reads from a damaged disk may never write what the other has written.
 TEST(RankWays, WriteForALoadWithoutWaitingForEachOther) {
-  Loopback machine(2);
-  std::barrier all(2);
-  on_ranks(2, [&](std::uint32_t rank) {
-    const auto opened = open_rank(machine, rank);
-    Session& session = *opened;
-    fill_all(session);
+  on_two_ranks([](Session& session, std::uint32_t rank, std::barrier<>& all) {
     train_rank(session, 1, {}, {});
     all.arrive_and_wait();
     const auto load = [&] {
@@ -63,42 +53,29 @@ TEST(RankWays, WriteForALoadWithoutWaitingForEachOther) {
     all.arrive_and_wait();
     session.end_load();
     train_rank(session, 1, {}, {});
-    all.arrive_and_wait();  // others may still read from this one
   });
 }
 
 // Where any has one, all of them meet.
 TEST(RankWays, DropGradientsTogetherThoughOneHasNone) {
-  Loopback machine(2);
-  std::barrier all(2);
-  on_ranks(2, [&](std::uint32_t rank) {
-    const auto opened = open_rank(machine, rank);
-    Session& session = *opened;
-    fill_all(session);
+  on_two_ranks([](Session& session, std::uint32_t rank, std::barrier<>&) {
     if (rank == 0) visit_unit(session, 1, true, rank);
     session.drop_gradients(true);
     EXPECT_FALSE(session.look_at_gradients()) << "there is nothing any more";
     session.drop_gradients(true);
     train_rank(session, 1, {}, {});
-    all.arrive_and_wait();  // others may still read from this one
   });
 }
 
 // So that it can be told how its way became another one.
 TEST(RankWays, ARankWithoutAGradientIsNamed) {
-  Loopback machine(2);
-  std::barrier all(2);
-  on_ranks(2, [&](std::uint32_t rank) {
-    const auto opened = open_rank(machine, rank);
-    Session& session = *opened;
-    fill_all(session);
+  on_two_ranks([](Session& session, std::uint32_t rank, std::barrier<>&) {
     if (rank == 0) visit_unit(session, 1, true, rank);
     const std::string words = refusal_of([&] {
       session.look_at_gradients();
       session.step(session.config().groups, {});
     });
     EXPECT_NE(words.find("rank 1 has no gradient in this step"), std::string::npos) << words;
-    all.arrive_and_wait();  // the other may still ring this one's bell
   });
 }
 

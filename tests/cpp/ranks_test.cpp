@@ -218,12 +218,7 @@ TEST(Ranks, WhoseDiskHangsSaysSoToTheOthers) {
 }
 
 TEST(Ranks, PassesOfAStepAreCounted) {
-  Loopback machine(2);
-  std::barrier all(2);
-  on_ranks(2, [&](std::uint32_t rank) {
-    const auto opened = open_rank(machine, rank);
-    Session& session = *opened;
-    fill_all(session);
+  on_two_ranks([](Session& session, std::uint32_t rank, std::barrier<>& all) {
     all.arrive_and_wait();
     if (rank == 0) {
       for (int pass = 1; pass < 1 << 18; ++pass) session.begin_window();
@@ -232,18 +227,12 @@ TEST(Ranks, PassesOfAStepAreCounted) {
           << words;
     }
     session.step(session.config().groups, {});
-    all.arrive_and_wait();  // others may still read from this one
   });
 }
 
 // Also where it lives on, as one does whose model was collected.
 TEST(Ranks, WhoHasLeftIsNotWaitedFor) {
-  Loopback machine(2);
-  std::barrier all(2);
-  on_ranks(2, [&](std::uint32_t rank) {
-    const auto opened = open_rank(machine, rank);
-    Session& session = *opened;
-    fill_all(session);
+  on_two_ranks([](Session& session, std::uint32_t rank, std::barrier<>&) {
     train_rank(session, 2, {}, {});
     if (rank == 1) {
       session.leave_ranks(false);
@@ -253,7 +242,6 @@ TEST(Ranks, WhoHasLeftIsNotWaitedFor) {
                 std::string::npos)
           << words;
     }
-    all.arrive_and_wait();
   });
 }
 
@@ -283,12 +271,7 @@ TEST(Ranks, TheLastToEndAStepWakesTheOthers) {
 
 // It is not waited for any longer, and all say so.
 TEST(Ranks, WhoIsGivenUpIsNamedByAll) {
-  Loopback machine(2);
-  std::barrier all(2);
-  on_ranks(2, [&](std::uint32_t rank) {
-    const auto opened = open_rank(machine, rank);
-    Session& session = *opened;
-    fill_all(session);
+  on_two_ranks([](Session& session, std::uint32_t rank, std::barrier<>& all) {
     // Nobody waits yet, so this does nothing.
     session.give_up_rank(1 - rank, 9.0);
     train_rank(session, 1, {}, {});
@@ -312,18 +295,12 @@ TEST(Ranks, WhoIsGivenUpIsNamedByAll) {
       const std::string words = refusal_of([&] { session.step(session.config().groups, {}); });
       EXPECT_NE(words.find("this rank let rank 0 wait for longer"), std::string::npos) << words;
     }
-    all.arrive_and_wait();
   });
 }
 
 // What another thread reads of other ranks is never on its way when they change it.
 TEST(Ranks, AThreadMayReadAllTheTime) {
-  Loopback machine(2);
-  std::barrier all(2);
-  on_ranks(2, [&](std::uint32_t rank) {
-    const auto opened = open_rank(machine, rank);
-    Session& session = *opened;
-    fill_all(session);
+  on_two_ranks([](Session& session, std::uint32_t, std::barrier<>& all) {
     all.arrive_and_wait();
     std::atomic<bool> over = false;
     std::thread reader([&] {
@@ -332,7 +309,6 @@ TEST(Ranks, AThreadMayReadAllTheTime) {
     train_rank(session, 3, {.grad_divisor = 12.0}, {});
     over = true;
     reader.join();
-    all.arrive_and_wait();  // others may still read from this one
   });
 }
 
