@@ -94,7 +94,7 @@ Core::Core(const Config& config, SessionParts parts, Gate& gate, Doorbell& bell)
       ranks(base.owns.alone() ? std::nullopt
                               : std::optional<OtherRanks>(
                                     std::in_place, base, Lender(base, updates, prefetcher, loads),
-                                    *gradients.exchange(), gradients.early())),
+                                    *gradients.exchange(), *gradients.sums(), gradients.early())),
       steps({base, between, prefetcher, planner, updates, writes, gradients, loads,
              ranks ? &*ranks : nullptr}),
       rearranger({base, between, frames, loads, prefetcher, planner, updates, swapping, gradients,
@@ -173,9 +173,7 @@ bool Core::runs_foreign() const {
 }
 
 std::optional<std::uint32_t> Core::awaited_rank() {
-  if (!ranks) return std::nullopt;
-  if (const auto late = gradients.late()) return late;
-  return ranks->awaited(between.step_calls() != 0);
+  return ranks ? ranks->awaited(between.step_calls() != 0) : std::nullopt;
 }
 
 std::vector<std::int64_t> Core::rank_places() {

@@ -53,11 +53,10 @@ class Gradients final {
   // Likewise, where there are gradients: all of them do so, and while this lives nothing is added.
   // Null: nothing needs to be stopped, or what is asked will be refused.
   GradientSums::Look stop_adding(Lock& lock) STRATA_REQUIRES(core_lock);
-  // A rank that has ended the step, as all have, and has not said what it found.
-  std::optional<std::uint32_t> late() const { return sums_ ? sums_->late() : std::nullopt; }
-  // Where those of other ranks meet; null: this rank is alone.
+  // Where those of other ranks meet, and what all know of them; null: this rank is alone.
   GradientExchange* exchange() { return exchange_ ? &*exchange_ : nullptr; }
   const GradientExchange* exchange() const { return exchange_ ? &*exchange_ : nullptr; }
+  const GradientSums* sums() const { return sums_ ? &*sums_ : nullptr; }
   // Which units all ranks have completed; null: this rank is alone, or updates begin at step().
   EarlyUnits* early() { return early_ ? &*early_ : nullptr; }
   // The same in the place of what has landed of the parameter, to which nothing is added. Throws

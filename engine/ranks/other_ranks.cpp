@@ -45,6 +45,7 @@ std::uint32_t OtherRanks::lender_awaited() {
 }
 
 std::optional<std::uint32_t> OtherRanks::awaited(bool in_call) {
+  if (const auto late = sums_.late()) return late;
   if (base_.remote->waits()) return lender_awaited();
   if (said_bye_[base_.peers->rank()]) return staying();
   if (exchange_.meets()) return exchange_.awaited();
@@ -65,14 +66,16 @@ std::vector<std::uint32_t> OtherRanks::silent() {
 }
 
 // A rank that has said bye is missed only by who still needs it: at once, where it is to end a step
-// of which it has not said so before. Who has said bye as well does not: what it asked for ahead of
-// a next step comes no more. REQUIRES: what the dead have said was heard.
+// of which it has not said so before, or to say what it found. Who has said bye as well does not:
+// what it asked for ahead of a next step comes no more. REQUIRES: what the dead have said was
+// heard.
 bool OtherRanks::heed_deaths() {
   const bool ends = said_bye_[base_.peers->rank()];
+  const auto late = sums_.late();
   for (std::uint32_t rank = 0; rank < died_.size(); ++rank) {
-    const bool left = said_bye_[rank] && !ends && exchange_.awaits(rank);
+    const bool left = said_bye_[rank] && !ends && (exchange_.awaits(rank) || late == rank);
     if (!died_[rank] && !left) continue;
-    const bool needed = !ends && (base_.remote->awaits(rank) || exchange_.needs(rank));
+    const bool needed = left || (!ends && (base_.remote->awaits(rank) || exchange_.needs(rank)));
     if (said_bye_[rank] && !needed) continue;
     if (said_bye_[rank]) {
       fail(rank, "rank " + std::to_string(rank) +

@@ -14,7 +14,7 @@
 
 #include "engine/foundation.hpp"
 #include "engine/ranks/early_units.hpp"
-#include "engine/ranks/gradient_exchange.hpp"
+#include "engine/ranks/gradient_sums.hpp"
 #include "engine/ranks/lender.hpp"
 
 namespace strata {
@@ -22,9 +22,11 @@ namespace strata {
 class OtherRanks final {
  public:
   // `early`: null where updates begin at step().
-  OtherRanks(Foundation& base, Lender lender, GradientExchange& exchange, EarlyUnits* early)
+  OtherRanks(Foundation& base, Lender lender, GradientExchange& exchange, const GradientSums& sums,
+             EarlyUnits* early)
       : base_(base),
         exchange_(exchange),
+        sums_(sums),
         early_(early),
         lender_(std::move(lender)),
         said_bye_(base.peers->count(), false),
@@ -79,6 +81,7 @@ class OtherRanks final {
 
   Foundation& base_;
   GradientExchange& exchange_;
+  const GradientSums& sums_;
   EarlyUnits* early_;
   Lender lender_;
   std::vector<bool> said_bye_;           // by rank

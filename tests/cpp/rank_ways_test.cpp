@@ -32,6 +32,17 @@ TEST(RankWays, ARefusedStepIsMadeAgainAheadOfAnythingElse) {
   });
 }
 
+// All had come to its end by then, and only what the other would have found is missing.
+TEST(RankWays, WhoLeavesBehindARefusedStepIsNamedToOneThatMakesItAgain) {
+  on_two_ranks([](Session& session, std::uint32_t rank, std::barrier<>&) {
+    const double norm = rank == 0 ? 1.0 : 2.0;
+    refusal_of([&] { train_rank(session, 1, {.max_norm = norm}, {}); });
+    if (rank == 0) return session.leave_ranks(false);
+    const std::string words = refusal_of([&] { session.step(session.config().groups, {}); });
+    EXPECT_NE(words.find("rank 0 has ended its training"), std::string::npos) << words;
+  });
+}
+
 // One that reads from a damaged disk may never write what the other has written.
 TEST(RankWays, WriteForALoadWithoutWaitingForEachOther) {
   on_two_ranks([](Session& session, std::uint32_t rank, std::barrier<>& all) {
