@@ -220,7 +220,7 @@ void bind_updates(SessionClass& session) {
           py::arg("param"), py::arg("address"), py::arg("dtype"), py::arg("stream") = 0)
       .def("scale_gradient", &Session::scale_gradient, WithoutGil())
       .def("gradient_squares", &Session::gradient_squares, WithoutGil())
-      .def("drop_gradient", &Session::drop_gradient, WithoutGil())
+      .def("drop_gradients_of", &Session::drop_gradients_of, WithoutGil())
       .def("drop_gradients", &Session::drop_gradients, py::arg("wanted") = false, WithoutGil())
       .def("gradient_count", &Session::gradient_count, WithoutGil())
       .def("gradient_fits", &Session::gradient_fits, WithoutGil())

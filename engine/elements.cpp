@@ -74,11 +74,14 @@ void Elements::read_codes(Lock& lock, std::uint32_t param, const Piece& piece, f
 void Elements::read_master(Lock& lock, const Piece& piece, float* values) {
   const Chunk& chunk = base_.layout.chunks[piece.chunk];
   const Dtype dtype = base_.layout.segments[chunk.segment].dtype;
-  Pin param = base_.open(lock, base_.page_of(chunk, Role::param, piece.in_chunk), Intent::read);
+  const PageId shown = base_.page_of(chunk, Role::param, piece.in_chunk);
+  Pin param = base_.open(lock, shown, Intent::read);
   const std::byte* from = param.bytes() + base_.byte_in_page(chunk, Role::param, piece.in_chunk);
   // Who reads what another rank holds has one page of it at a time: see lender.hpp.
   std::vector<std::byte> copy;
-  if (param.tier() == Tier::remote) {
+  const bool remote = param.tier() == Tier::remote;
+  const std::uint64_t version = base_.table.newest(shown);
+  if (remote) {
     {
       const Unlocked unlocked(lock);
       copy.assign(from, from + piece.count * size_of(dtype));
@@ -94,6 +97,8 @@ void Elements::read_master(Lock& lock, const Piece& piece, float* values) {
   }
   const Pin master =
       base_.open(lock, base_.page_of(chunk, Role::master, piece.in_chunk), Intent::read);
+  // A step may have come between the two, as other threads make them: what they are is renewed.
+  if (remote && base_.table.newest(shown) != version) return read_master(lock, piece, values);
   const Unlocked unlocked(lock);
   const std::byte* rest = master.bytes() + base_.byte_in_page(chunk, Role::master, piece.in_chunk);
   base_.kernels.join(from, rest, piece.count, dtype, values);

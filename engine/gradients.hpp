@@ -81,8 +81,9 @@ class Gradients final {
   void drop(Lock& lock, bool wanted) STRATA_REQUIRES(core_lock);
   // Those of a step, behind agree().
   void drop_all(Lock& lock) STRATA_REQUIRES(core_lock);
-  // Forgets the parameter's gradient alone. Throws where gradients have no pages.
-  void drop(Lock& lock, std::uint32_t param) STRATA_REQUIRES(core_lock);
+  // Forgets the gradients of these parameters alone, those that have any: ranks meet once for all.
+  // Throws where gradients have no pages.
+  void drop(Lock& lock, std::span<const std::uint32_t> params) STRATA_REQUIRES(core_lock);
   // All of them, whatever was used. REQUIRES: none was added to one that waits for its update.
   void forget(Lock& lock) STRATA_REQUIRES(core_lock);
 
@@ -136,8 +137,12 @@ class Gradients final {
   bool turn() { return copies_.turn(); }
 
  private:
+  // What ranks can be asked for beside a step, as numbers that no step's is.
+  static constexpr std::uint64_t kLook = 1, kDropAll = 2, kHold = 3, kDropSome = 4;
+
   void land_now(Lock& lock, const IncomingGradient& gradient) STRATA_REQUIRES(core_lock);
   void await_captured(Lock& lock, std::uint32_t chunk) STRATA_REQUIRES(core_lock);
+  void drop_one(Lock& lock, std::uint32_t param) STRATA_REQUIRES(core_lock);
   void forget_landed();
   void refuse_merged(std::uint32_t chunk) const;
   void refuse_used() const;

@@ -210,10 +210,10 @@ bool Session::scale_gradient(std::uint32_t param, float factor, bool divides) {
   return core_->gradients.scale(in.lock(), param, factor, divides);
 }
 
-void Session::drop_gradient(std::uint32_t param) {
+void Session::drop_gradients_of(const std::vector<std::uint32_t>& params) {
   Gate::Call in(gate_);
-  core_->base.check_param(param);
-  core_->gradients.drop(in.lock(), param);
+  for (const std::uint32_t param : params) core_->base.check_param(param);
+  core_->gradients.drop(in.lock(), params);
 }
 
 std::pair<double, bool> Session::gradient_squares(std::uint32_t param) {

@@ -109,7 +109,7 @@ class Session final {
   void replace_gradient(std::uint32_t param, const void* from, Dtype dtype,
                         Stream stream = nullptr);
   bool scale_gradient(std::uint32_t param, float factor, bool divides);
-  void drop_gradient(std::uint32_t param);
+  void drop_gradients_of(const std::vector<std::uint32_t>& params);
   // The sum of its squares, and whether it was scaled since it landed.
   std::pair<double, bool> gradient_squares(std::uint32_t param);
   bool gradient_fits(std::uint32_t param);

@@ -183,12 +183,12 @@ StepResult Steps::step(Lock& lock, const std::vector<Hyper>& groups, const StepO
     parts_.gradients.end_step();
     STRATA_ASSERT(!parts_.gradients.any());
     ++count_;
-    base.bell.ring();
   }
   parts_.gradients.begin_step();
   if (base.whereabouts) base.whereabouts->end_step(count_);
   held.reset();
   base.gate.notify();
+  base.bell.ring();  // for updates, and for what other ranks sent ahead
   // 4. The next one may come, when what its first units wait for is blocked.
   if (any) parts_.writes.end_step();
   parts_.prefetcher.begin_step();

@@ -201,8 +201,8 @@ class Session:
     def gradient_squares(self, param: int) -> tuple[float, bool]:
         """The sum of squares of the newest gradient, also of one that was used; whether it was
         scaled since it landed, so that the sum knows nothing of its rounding."""
-    def drop_gradient(self, param: int) -> None:
-        """Forgets the parameter's."""
+    def drop_gradients_of(self, params: list[int]) -> None:
+        """Forgets those of these parameters: of ranks, all of them do so."""
     def drop_gradients(self, wanted: bool = False) -> None:
         """Forgets what has landed since the last step. Raises StrataError where that was used, or
         added to older ones. Ranks that have any meet; `wanted`: so does one that has none."""

@@ -18,6 +18,12 @@ constexpr std::uint32_t kLooksMax = 3;
 constexpr const char* kAdvice =
     "its own output says why; start again from the newest snapshot or checkpoint";
 
+std::string has_ended(std::uint32_t rank) {
+  return "rank " + std::to_string(rank) +
+         " has ended its training, and this one has not: all ranks must take the same steps, and "
+         "save or read parameters before any of them ends";
+}
+
 std::string host_name() {
   std::array<char, HOST_NAME_MAX + 1> name{};
   return ::gethostname(name.data(), name.size() - 1) == 0 ? name.data() : "this machine";
@@ -78,9 +84,7 @@ bool OtherRanks::heed_deaths() {
     const bool needed = left || (!ends && (base_.remote->awaits(rank) || exchange_.needs(rank)));
     if (said_bye_[rank] && !needed) continue;
     if (said_bye_[rank]) {
-      fail(rank, "rank " + std::to_string(rank) +
-                     " has ended its training, and this one has not: all ranks must take the same "
-                     "steps, and save or read parameters before any of them ends");
+      fail(rank, has_ended(rank));
     } else {
       const std::string& how = how_[rank];
       fail_where(rank,
@@ -212,14 +216,17 @@ void OtherRanks::fail_where(std::uint32_t cause, std::string what, const std::st
 
 void OtherRanks::heed_failure(std::uint32_t from, const PeerMessage& message) {
   const bool gave_up = message.part != 0;
-  if (message.what != base_.peers->rank()) {
-    fail_where(message.what, gave_up ? " was waited for for too long" : " has failed or died",
-               gave_up ? "see what rank " + std::to_string(from) + " says" : kAdvice);
-    return;
-  }
-  if (said_bye_[message.what]) {  // the other one missed this one, and needs it no more
+  const std::uint32_t here = base_.peers->rank();
+  // One that has left was missed: whoever has left, too, needs neither.
+  if (said_bye_[message.what] && said_bye_[here]) {
     said_bye_[from] = true;
     base_.gate.notify();
+    return;
+  }
+  if (said_bye_[message.what] && !gave_up) return fail(message.what, has_ended(message.what));
+  if (message.what != here) {
+    fail_where(message.what, gave_up ? " was waited for for too long" : " has failed or died",
+               gave_up ? "see what rank " + std::to_string(from) + " says" : kAdvice);
     return;
   }
   const std::string other = "rank " + std::to_string(from);

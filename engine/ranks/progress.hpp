@@ -20,8 +20,8 @@ namespace strata {
 
 using GradientKey = std::uint64_t;
 
-constexpr int kPassBits = 18;  // backward passes between two looks
-constexpr int kLookBits = 8;
+constexpr int kPassBits = 14;  // backward passes between two looks
+constexpr int kLookBits = 14;
 constexpr int kWindowBits = kLookBits + kPassBits;
 constexpr std::uint32_t kPassesMax = (1U << kPassBits) - 1;
 constexpr std::uint32_t kLooksPerStepMax = (1U << kLookBits) - 1;

@@ -24,7 +24,7 @@ inline bool change_gradient(Session& session, TestDevice& device, std::uint32_t 
   const bool divides = random() % 2 == 0;
   switch (random() % 6) {
     case 0: {
-      session.drop_gradient(param);
+      session.drop_gradients_of({param});
       plain.forget_gradient();
       return true;
     }

@@ -72,7 +72,7 @@ class RankChecks final {
       once([&] { world_.oracle.scale(look.param, look.factor, look.divides); });
       return 1;
     }
-    call_("drop", [&] { session.drop_gradient(look.param); });
+    call_("drop", [&] { session.drop_gradients_of({look.param}); });
     once([&] { world_.oracle.forget(look.param); });
     return 2;
   }

@@ -1,6 +1,8 @@
 // Ranks of which one goes another way: is refused, has nothing, or fails in the middle.
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <atomic>
 #include <barrier>
 #include <chrono>
 #include <functional>
@@ -21,7 +23,7 @@ TEST(RankWays, ARefusedStepIsMadeAgainAheadOfAnythingElse) {
     EXPECT_NE(words.find("ask different things of this step"), std::string::npos) << words;
     for (const std::function<void()>& other : std::initializer_list<std::function<void()>>{
              [&] { session.drop_gradients(); },
-             [&] { session.drop_gradient(0); },
+             [&] { session.drop_gradients_of({0}); },
              [&] { session.look_at_gradients(); },
          }) {
       words = refusal_of(other);
@@ -64,6 +66,41 @@ TEST(RankWays, WriteForALoadWithoutWaitingForEachOther) {
     all.arrive_and_wait();
     session.end_load();
     train_rank(session, 1, {}, {});
+  });
+}
+
+// What another rank holds is read in two pages, between which a step may come.
+TEST(RankWays, AReadBesideStepsIsOfOneOfThem) {
+  on_two_ranks([](Session& session, std::uint32_t rank, std::barrier<>& all) {
+    constexpr std::uint32_t kParam = 1;  // of three pages, some of them the other rank's
+    const std::size_t numel = session.config().params[kParam].numel;
+    std::vector<std::vector<float>> after, seen;
+    const auto read = [&](std::vector<std::vector<float>>& to) {
+      session.read(kParam, Kind::master, 0, to.emplace_back(numel).data(), numel);
+    };
+    std::atomic<bool> over = false;
+    std::thread reader;
+    read(after);
+    all.arrive_and_wait();
+    if (rank == 0) {
+      reader = std::thread([&] {
+        while (!over) read(seen);
+      });
+    }
+    for (int step = 0; step < 40; ++step) {
+      train_rank(session, 1, {}, {}, 2);
+      read(after);
+    }
+    over = true;
+    if (reader.joinable()) reader.join();
+    std::size_t torn = 0;
+    for (const std::vector<float>& values : seen) {
+      for (std::size_t i = 0; i < numel; ++i) {
+        const auto same = [&](const std::vector<float>& of) { return of[i] == values[i]; };
+        torn += std::ranges::none_of(after, same) ? 1 : 0;
+      }
+    }
+    EXPECT_EQ(torn, 0U) << "of " << seen.size() << " reads";
   });
 }
 

@@ -184,10 +184,10 @@ class Session(Saves, Alone):
             p.squares = p.grad.double().square().sum().item()
         return p.squares, False
 
-    def drop_gradient(self, param: int) -> None:
+    def drop_gradients_of(self, params: list[int]) -> None:
         assert self.config["update"] == "on_step"
-        p = self.params[param]
-        p.grad, p.landed = None, 0
+        for p in (self.params[i] for i in params):
+            p.grad, p.landed = None, 0
 
     def drop_gradients(self, wanted: bool = False) -> None:
         if self.in_half_step():

@@ -9,6 +9,7 @@ import torch
 from rank_loops import BATCHES, Rank, batches_of, hash_of, make_model, options_of, wrap
 from rank_scenarios import Experts
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 
 def clips(run: Rank, **options: Any) -> list[Any]:
@@ -101,6 +102,88 @@ def drops(run: Rank) -> str:
         optimizer.step()
         model.zero_grad()
     return hash_of(model)
+
+
+def drops_many(run: Rank) -> str:
+    """A module's own zero_grad(), which drops gradients one by one, of many parameters and for
+    several passes that are thrown away in a row."""
+    torch.manual_seed(0)
+    many = nn.Sequential(*[nn.Linear(8, 8) for _ in range(40)])
+    model, optimizer = wrap(run, many)
+    for step in range(2):
+        for attempt in range(5):
+            mine = run.share(batches_of(step, 8))
+            for batch in mine:
+                (model(batch).square().mean() / len(mine)).backward()
+            if attempt < 4:
+                model.zero_grad(set_to_none=attempt % 2 == 0)
+        optimizer.step()
+        model.zero_grad()
+    return hash_of(model)
+
+
+def drops_unread(run: Rank) -> str:
+    """All of them, one by one, without a look; ranks used other parameters. Then a rank that has no
+    gradient in the next backward is the first that lands one."""
+    model, optimizer = wrap(run, Experts())
+    for step in range(3):
+        for attempt in range(2):
+            numbered = list(enumerate(batches_of(step)))
+            for number, batch in run.share(numbered):  # type: ignore[arg-type]
+                loss = model(batch, (number + attempt) % 2).square().mean()
+                (loss * run.ranks / BATCHES).backward()
+            if attempt == 0:
+                for parameter in model.parameters():
+                    parameter.grad = None
+        optimizer.step()
+        for parameter in model.parameters():
+            parameter.grad = None
+    return hash_of(model)
+
+
+class Checkpointed(nn.Module):
+    """Blocks that run backwards of their own in the backward, of which some may be left out."""
+
+    def __init__(self, width: int = 24) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(width, width) for _ in range(3))
+        self.last = nn.Linear(width, width)
+
+    def forward(self, batch: torch.Tensor, left_out: int) -> torch.Tensor:
+        batch = batch.clone().requires_grad_()
+        for number, block in enumerate(self.blocks):
+            if number != left_out:
+                batch = checkpoint(block, batch, use_reentrant=True)
+        return self.last(batch)
+
+
+def checkpoints(run: Rank) -> str:
+    """Ranks that leave out other blocks; each backward is one pass, however many run within it."""
+    torch.manual_seed(0)
+    model, optimizer = wrap(run, Checkpointed())
+    for step in range(3):
+        numbered = list(enumerate(batches_of(step, 24)))
+        for number, batch in run.share(numbered):  # type: ignore[arg-type]
+            loss = model(batch, 1 if number % 4 == 1 else 3).square().mean()
+            (loss * run.ranks / BATCHES).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return hash_of(model)
+
+
+def scales_often(run: Rank) -> str:
+    """More factors than can be noted of one gradient: the words."""
+    model, _ = wrap(run, make_model())
+    for batch in run.share(batches_of(0)):
+        model(batch).square().mean().backward()
+    gradient = next(model.parameters()).grad
+    assert gradient is not None
+    try:
+        for _ in range(4):
+            gradient.mul_(0.7)
+    except RuntimeError as error:
+        return str(error)
+    return "nothing"
 
 
 def parts(run: Rank, what: str) -> None:

@@ -3,6 +3,7 @@ world, of which groups train models of their own."""
 
 from __future__ import annotations
 
+import copy
 import os
 from pathlib import Path
 from typing import Any
@@ -98,6 +99,30 @@ def over_a_mesh(run: Rank) -> list[Any]:
         found.append([ranks.rank if ranks is not None else -1, hash_of(model)])
         strata.unwrap(model)
     return found
+
+
+def averages(run: Rank) -> list[str]:
+    """Each process trains by itself, and they average their parameters, which do not all fit on the
+    device at once; what comes of that here and of plain tensors, and what is refused."""
+    model = make_model()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1 + run.rank)
+    plain = copy.deepcopy(model)
+    memory = {"device": "450KiB", "host": "64MiB"}
+    alone = {"memory": memory, "page_size": "64KiB", "rank_group": distributed.new_subgroups(1)[0]}
+    strata.wrap(model, torch.optim.AdamW(model.parameters()), **alone)
+    for of in (model, plain):
+        for parameter in of.parameters():
+            distributed.all_reduce(parameter.data)
+        for parameter in of.parameters():
+            parameter.data /= run.ranks
+    refused = ""
+    try:
+        distributed.all_reduce(next(model.parameters()).data, async_op=True)
+    except RuntimeError as error:
+        refused = str(error)
+    return [hash_of(model), hash_of(plain), refused]
 
 
 def _part(mesh: distributed.DeviceMesh) -> distributed.DeviceMesh:

@@ -66,6 +66,12 @@ def test_a_process_may_be_in_groups_one_after_another(
     assert last == expected[2:]
 
 
+def test_processes_may_average_their_parameters(ranks: Ranks) -> None:
+    for averaged, expected, refused in ranks.run("rank_groups.averages", 2):
+        assert averaged == expected
+        assert "leave async_op=True out" in refused
+
+
 @pytest.mark.parametrize("where", [thorough(4), "aabb"])
 def test_a_mesh_of_two_dimensions_trains_one_model(
     ranks: Ranks, worlds: list[list[Found]], where: int | str

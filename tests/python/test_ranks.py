@@ -86,7 +86,11 @@ def test_nor_where_a_base_rests_as_codes(ranks: Ranks, form: str, case: str) -> 
 
 
 @pytest.mark.parametrize(
-    "scenario", ["clips", "scales_halves", "zeroes", thorough("scales"), thorough("drops")]
+    "scenario",
+    [
+        *("clips", "scales_halves", "zeroes", "drops_many", "drops_unread", "checkpoints"),
+        *(thorough("scales"), thorough("drops")),
+    ],
 )
 def test_gradients_answer_for_all_ranks(ranks: Ranks, scenario: str) -> None:
     expected = same(ranks.run(f"rank_gradients.{scenario}", 1))
@@ -104,6 +108,10 @@ def test_gradients_answer_for_all_ranks(ranks: Ranks, scenario: str) -> None:
 )
 def test_ranks_that_treat_gradients_differently_say_so(ranks: Ranks, what: str, words: str) -> None:
     all_say(ranks.start("rank_gradients.parts", 2, what=what).wait(), words)
+
+
+def test_gradients_of_ranks_take_few_factors(ranks: Ranks) -> None:
+    assert "multiply the factors" in same(ranks.run("rank_gradients.scales_often", 2))
 
 
 @pytest.mark.parametrize("scenario", ["experts", "uneven", "catches"])

@@ -126,7 +126,9 @@ def test_what_ranks_cannot_do_is_refused_on_all_of_them(
     assert "model.module" in found["wrap of DDP"]
     assert "is in FSDPModule" in found["wrap of FSDP"]
     assert "leave fully_shard() out" in found["wrap of FSDP"]
-    assert "leave it out" in found["DDP of wrapped"]
+    for where in ("DDP of wrapped", "DDP above it", "DDP was there"):
+        assert "is in DistributedDataParallel" in found[where]
+        assert "leave it out" in found[where]
     assert "dtype=torch.bfloat16" in found["plain autocast"]
     assert found["DDP of unwrapped"] == "nothing"
     assert "over 2 processes, and 1 of them train this model" in found["Accelerate of some"]

@@ -33,7 +33,7 @@ from .._torch_compat import graph_task, untraced
 from .adapters import refuse_new_adapters
 from .frames import Frame, Frames
 from .land_hook import LandHook, Uncopied
-from .parallel import KeptUnwrapped, several_processes
+from .parallel import KeptUnwrapped, refuse_ddp_around, several_processes
 from .pins import Pins, hold, references
 from .saved import SavedTensors
 
@@ -53,6 +53,7 @@ class Hooks:
         self.saved = SavedTensors(state, self.pins, self.swapping, self.frames)
         self._handles: list[Any] = []
         self._land_hooks: dict[int, LandHook] = {}
+        self._of_several = False  # processes of torch.distributed
 
     def install(self, hooked: dict[nn.Module, list[int]]) -> None:
         """Registers everything. `hooked`: the units that each module's forward reads."""
@@ -74,8 +75,9 @@ class Hooks:
         if (adapters := refuse_new_adapters(state.model)) is not None:
             self._handles.append(adapters)
         count = state.ranks.count if state.ranks is not None else 1
-        if count > 1 or several_processes():
-            self._handles.append(KeptUnwrapped(state.model, count))
+        self._of_several = count > 1 or several_processes()
+        if self._of_several:
+            self._handles.append(KeptUnwrapped(state.model, count, state.shards is not None))
         self._handles += plan_forwards(self, by_module)
         for i, (parameter, spec) in enumerate(
             zip(state.params, state.config["params"], strict=True)
@@ -161,6 +163,8 @@ class Hooks:
         plan for its batch."""
         state = self.state
         refuse_capture(state.device, "the model")
+        if self._of_several:
+            refuse_ddp_around(state.model)
         self.reset()
         if graph_task() == -1:
             self.let_land()

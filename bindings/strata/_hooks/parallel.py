@@ -1,29 +1,33 @@
 """Other ways to train on several processes: DDP, FSDP, and what Accelerate does by itself.
 
-    refuse_parallel(model)               # ValueError: DDP or FSDP is around the model, or inside
-    kept = KeptUnwrapped(model, 2)       # of so many ranks: neither will be put around it
+    refuse_parallel(model)                 # ValueError: DDP or FSDP is around the model, or inside
+    kept = KeptUnwrapped(model, 2, False)  # of so many ranks: neither will be put around it
+    refuse_ddp_around(model)               # nor was DDP, where nobody was asked
     kept.remove()
 
 Note [Accelerate and DDP]. Ranks train one model already, so DDP around it would add up gradients
 for a second time. Accelerator.prepare(), which the Trainer calls as well, puts every model of
-several processes into DDP, but for those that have `_is_accelerate_prepared`. DDP itself asks a
-model for names that it shall leave alone. Both questions are answered here. Accelerate asks ahead
-of autocast, which it would then leave out without a word: that is refused. So is an Accelerate that
-was not told that the CPU computes: it starts torch.distributed, and shares out no batches.
+several processes into DDP, but for those that have `_is_accelerate_prepared`: it is answered here.
+Whoever puts DDP around the model, or around one that it is in, is refused where DDP takes that in,
+ahead of its first collective, and one that was there before in the first forward. Accelerate asks
+ahead of autocast, which it would then leave out without a word: that is refused. So is an
+Accelerate that was not told that the CPU computes: it starts torch.distributed, and shares out no
+batches.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+import weakref
+from functools import partial
 from typing import Any
 
 from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
 
 from .._config.rank_group import group_of
 
 PREPARED = "_is_accelerate_prepared"
-IGNORED = "_ddp_params_and_buffers_to_ignore"
 # By class: what to do in place of it. FSDP2 makes its own class of the model's.
 PARALLEL = {
     "DistributedDataParallel": "give strata.wrap() the model inside, model.module",
@@ -45,11 +49,33 @@ def refuse_parallel(model: nn.Module) -> None:
                 )
 
 
+def refuse_ddp_around(model: nn.Module) -> None:
+    """Raises ValueError where the model computes within DDP, whoever put that around it."""
+    around = nn.parallel.DistributedDataParallel._get_active_ddp_module()
+    if around is not None:
+        _refuse_around(weakref.ref(model), around, "module", around.module)
+
+
+def _refuse_around(
+    kept: weakref.ref[nn.Module], parent: nn.Module, _: str, child: nn.Module | None
+) -> None:
+    """Called by torch where any module takes in another."""
+    kind = next((k.__name__ for k in type(parent).__mro__ if k.__name__ in PARALLEL), None)
+    model = kept()
+    if kind is None or child is None or model is None:
+        return
+    if any(module is model for module in child.modules()):
+        raise ValueError(
+            f"a model whose ranks train it together already is in {kind}, which would add up "
+            "gradients for a second time: leave it out"
+        )
+
+
 class Answer:
     """What a model of several processes answers to those who would put something around it."""
 
-    def __init__(self, ranks: int) -> None:
-        self._ranks = ranks
+    def __init__(self, ranks: int, shards: bool) -> None:
+        self._ranks, self._shards = ranks, shards
 
     def __bool__(self) -> bool:
         """Whether Accelerate leaves the model as it is. Raises ValueError where it was to compute
@@ -59,6 +85,11 @@ class Answer:
             raise ValueError(
                 "Accelerate sees one process, and would give every rank the same batches: "
                 "TrainingArguments(use_cpu=True) and Accelerator(cpu=True) see all of them"
+            )
+        if seen not in (None, self._ranks) and self._shards:
+            raise ValueError(
+                f"Accelerate shares batches out over {seen} processes, and those that have shards "
+                "of one DTensor need the same: write the loop without Accelerate"
             )
         if seen not in (None, self._ranks):
             raise ValueError(
@@ -75,30 +106,26 @@ class Answer:
             )
         return True
 
-    def __iter__(self) -> Iterator[str]:
-        """Raises ValueError: DDP asks."""
-        raise ValueError(
-            "this model's ranks train it together already, and DistributedDataParallel would add "
-            "up gradients for a second time: leave it out"
-        )
-
     def __reduce__(self) -> tuple[Any, ...]:
-        """A copy of a wrapped model is a plain one: nothing to ignore, and not prepared."""
+        """A copy of a wrapped model is a plain one, and not prepared."""
         return (tuple, ())
 
 
 class KeptUnwrapped:
     """Until remove(), nothing is put around the model. See Note [Accelerate and DDP]."""
 
-    def __init__(self, model: nn.Module, ranks: int) -> None:
+    def __init__(self, model: nn.Module, ranks: int, shards: bool) -> None:
+        """`shards`: some parameters are DTensors."""
         self._model = model
-        answer: Any = Answer(ranks)
-        model.__dict__.update({PREPARED: answer, IGNORED: answer})
+        model.__dict__[PREPARED] = Answer(ranks, shards)
+        hook = partial(_refuse_around, weakref.ref(model))
+        self._handle = register_module_module_registration_hook(hook)
+        weakref.finalize(model, self._handle.remove).atexit = False
 
     def remove(self) -> None:
         """Accelerate and DDP may wrap the model again."""
-        for name in (PREPARED, IGNORED):
-            self._model.__dict__.pop(name, None)
+        self._model.__dict__.pop(PREPARED, None)
+        self._handle.remove()
 
 
 def let_accelerate_ask(model: nn.Module) -> bool:

@@ -113,6 +113,7 @@ class Pins:
 
     def run_again(self, unit: Unit) -> None:
         """The module of the unit is about to compute again, for the node now running."""
+        self.watch()  # ahead of a backward that a checkpoint runs in this one
         self._release_past(_Pin(unit))
 
     def land(self, index: int) -> None:

@@ -166,8 +166,8 @@ def _factor(shown: Shown, value: Any, divides: bool, rounds: bool) -> float | No
     it does something else. `rounds`: numbers of Python become the gradient's dtype first.
 
     A GPU's kernels may round a number or not, and divide or multiply with the inverse: there a
-    factor is known only where all that is the same."""
-    on_gpu = shown.device.type != "cpu"
+    factor is known only where all that is the same. Ranks have no values that would differ."""
+    on_gpu = shown.device.type != "cpu" and not shown.gradients.hidden
     # Of two tensors without dimensions the wider dtype is computed in.
     same_kind = isinstance(value, torch.Tensor) and value.dtype in (shown.dtype, torch.float32)
     if not shown.shape and not same_kind:

@@ -27,6 +27,7 @@ import torch
 from .._config.budgets import adds_in_float32
 from .._config.managed import DTYPE_NAMES
 from .._torch_compat import DisableTorchFunction, graph_task
+from .grad_drops import GradientDrops
 from .grad_shown import Shown
 from .grad_tensor import PagedGradient, tensor_of
 from .held_gradients import HeldGradients
@@ -55,6 +56,7 @@ class Gradients:
         self._shown: dict[int, weakref.ref[Shown]] = {}
         self._held = HeldGradients(self._replace)
         self._zero: set[int] = set()
+        self.drops = GradientDrops(state)
         self.used: set[int] = set()  # by step(), and neither dropped nor replaced since
         self.totals = ShardTotals(state, self._shard_squares)
 
@@ -135,12 +137,7 @@ class Gradients:
             self._held.drop(index)
             self._zero.discard(index)
             self.used.discard(index)
-            self._drop_landed(index)
-
-    def _drop_landed(self, index: int) -> None:
-        if self._state.steps.landed[index]:
-            self._state.session.drop_gradient(index)
-            self._state.steps.landed[index] = 0
+            self.drops.add(index)
 
     @contextlib.contextmanager
     def _change(self) -> Iterator[None]:
@@ -161,7 +158,7 @@ class Gradients:
         with self._change():
             self._zero.add(index)
             self.used.discard(index)
-            self._drop_landed(index)
+            self.drops.add(index)
 
     def drop_all(self, zeros: bool = False) -> None:
         """Forgets all of them; `zeros`: those that there are become zero instead."""
@@ -268,6 +265,11 @@ class Gradients:
             self.totals.forget(index)
         return self.totals.of(index)
 
+    @property
+    def hidden(self) -> bool:
+        """Whether their values lie with the ranks that own them."""
+        return self._state.ranks is not None
+
     def is_shard(self, index: int) -> bool:
         """Whether other processes have other parts of it."""
         return self._state.shards is not None and index in self._state.shards
@@ -300,7 +302,14 @@ class Gradients:
         if not self._state.steps.landed[index]:
             return index in self._zero and not math.isnan(factor)
         self._state.landings.wait()
-        return self._state.session.scale_gradient(index, factor, divides)
+        if self._state.session.scale_gradient(index, factor, divides):
+            return True
+        if self.hidden:
+            raise RuntimeError(
+                f"the gradient of {self.name(index)} was scaled several times in this step, and of "
+                "ranks no more can be noted: multiply the factors, and scale it once"
+            )
+        return False
 
     def open(self, index: int) -> torch.Tensor:
         """Its true values: the tensor that it is held in, or a new one. close() comes next."""
@@ -354,8 +363,8 @@ class Gradients:
         if shown is None:
             return
         there = self._state.steps.landed[index] or index in self._held or index in self._zero
-        alone = self._state.ranks is None  # of several, nobody can keep what p.grad was
-        shown.leave(self.open(index) if there and self.on_step and alone else None)
+        keeps = there and self.on_step and not self.hidden
+        shown.leave(self.open(index) if keeps else None)
 
     # A step ---------------------------------------------------------------------------------------
 
@@ -378,6 +387,7 @@ class Gradients:
 
     def hand_over(self) -> None:
         """Ahead of a step: the core gets what is held, and zeros."""
+        self.drops.settle()
         self._held.land_all()
         state = self._state
         for index in [i for i in self._zero if not state.steps.landed[i]]:
@@ -392,6 +402,7 @@ class Gradients:
         """Ahead of a snapshot: the core gets what is held, but no zeros. Returns which are zero, or
         were ahead of what has landed since."""
         self.sort_out()
+        self.drops.settle()
         if len(self._held):
             self._held.land_all()
         return frozenset(self._zero)

@@ -30,6 +30,7 @@ from .._torch_compat import (
     typed_storage,
 )
 from . import own_mapping
+from .paged_collectives import collective, is_collective
 from .paged_run import in_step, is_paged, paged_in, run
 from .paged_storage import RAW_MEMORY, PagedStorage, address_of, saved_tensor
 from .stand_in import StandIn
@@ -55,7 +56,9 @@ def _call(
             return func(*args, **(kwargs or {}))
     if func in _REFUSED:
         raise RuntimeError(f"{name_of(func)} {RAW_MEMORY}")
-    return _SPECIAL.get(func, run)(func, args, kwargs or {})
+    if (special := _SPECIAL.get(func)) is None:
+        special = collective if is_collective(func) else run
+    return special(func, args, kwargs or {})
 
 
 class PagedTensor(torch.Tensor):

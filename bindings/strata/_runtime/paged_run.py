@@ -87,7 +87,7 @@ def in_step(state: Wrapped, func: Function) -> bool:
 
 def _copied_out(value: Any) -> Any:
     """Arguments with every paged tensor replaced by a copy in ordinary memory."""
-    return _mapped(lambda tensor: tensor.clone(), value)
+    return mapped(lambda tensor: tensor.clone(), value)
 
 
 def _spread(value: Any) -> Any:
@@ -100,17 +100,17 @@ def _spread(value: Any) -> Any:
             return tensor
         return state.shards.whole(index, tensor) if state.hooks.frames.in_forward() else tensor
 
-    return _mapped(whole, value)
+    return mapped(whole, value)
 
 
-def _mapped(change: Callable[[Any], Any], value: Any) -> Any:
-    """Arguments with every paged tensor changed."""
+def mapped(change: Callable[[Any], Any], value: Any) -> Any:
+    """Arguments with every paged tensor replaced by what `change` makes of it."""
     if is_paged(value):
         return change(value)
     if type(value) is tuple or type(value) is list:
-        return type(value)(_mapped(change, item) for item in value)
+        return type(value)(mapped(change, item) for item in value)
     if type(value) is dict:
-        return {key: _mapped(change, item) for key, item in value.items()}
+        return {key: mapped(change, item) for key, item in value.items()}
     return value
 
 

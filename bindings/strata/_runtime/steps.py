@@ -108,10 +108,13 @@ class Steps:
 
     def note_backward(self) -> None:
         """Called by autograd ahead of a gradient. Ranks add up theirs backward by backward: a new
-        one begins, also where the last was given up."""
+        one begins, also where the last was given up. One that a checkpoint runs in another is part
+        of that."""
         if self._state.ranks is None:
             return
-        task = graph_task()
+        task = self._state.visits.outermost(graph_task())
+        if self._backward != task:
+            self._state.gradients.drops.settle()
         if self._backward not in (None, task):
             self._begin_window()
         self._backward = task
@@ -119,6 +122,7 @@ class Steps:
     def end_backward(self) -> None:
         """The last backward that was running is over: ranks wait for nothing more of it."""
         if self._state.ranks is not None:
+            self._state.gradients.drops.settle()
             self._begin_window()
             self._backward = None
 
@@ -140,7 +144,8 @@ class Steps:
     def learn_landed(self) -> None:
         """From the core."""
         count = self._state.session.gradient_count
-        self.landed = [count(i) for i in range(len(self._state.params))]
+        drops = self._state.gradients.drops
+        self.landed = [0 if i in drops else count(i) for i in range(len(self._state.params))]
 
     def drop_gradients(self, wanted: bool = False) -> None:
         """Forgets what has landed since the last step. `wanted`: all ranks meet for it, also those
@@ -148,6 +153,7 @@ class Steps:
         self._state.landings.wait()
         self._drop_real_gradients()
         self._state.session.drop_gradients(wanted)
+        self._state.gradients.drops.forget()
         self.landed = [0] * len(self._state.params)
 
     def _drop_real_gradients(self) -> None:

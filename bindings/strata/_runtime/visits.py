@@ -91,6 +91,11 @@ class Visits:
             self._tasks[task] = (threading.get_ident(), weakref.ref(callback))
             Variable._execution_engine.queue_callback(callback)
 
+    def outermost(self, task: int) -> int:
+        """The running backward that was told of first; `task`, where none was."""
+        known = self._tasks.copy().items()
+        return next((each for each, (_, callback) in known if callback() is not None), task)
+
     def end_backward(self, task: int) -> None:
         """It has run all its nodes, and nothing is left to be done for it."""
         self._tasks.pop(task, None)
