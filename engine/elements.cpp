@@ -95,10 +95,13 @@ void Elements::read_master(Lock& lock, const Piece& piece, float* values) {
                                 {});
     return;
   }
-  const Pin master =
-      base_.open(lock, base_.page_of(chunk, Role::master, piece.in_chunk), Intent::read);
-  // A step may have come between the two, as other threads make them: what they are is renewed.
-  if (remote && base_.table.newest(shown) != version) return read_master(lock, piece, values);
+  Pin master = base_.open(lock, base_.page_of(chunk, Role::master, piece.in_chunk), Intent::read);
+  // A step may have come between the two, as other threads make them: both are read again. The next
+  // step waits for who has a page open, and lets nobody open one: this one is closed first.
+  if (remote && base_.table.newest(shown) != version) {
+    master.close();
+    return read_master(lock, piece, values);
+  }
   const Unlocked unlocked(lock);
   const std::byte* rest = master.bytes() + base_.byte_in_page(chunk, Role::master, piece.in_chunk);
   base_.kernels.join(from, rest, piece.count, dtype, values);
