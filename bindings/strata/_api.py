@@ -110,9 +110,10 @@ def wrap(
         init_device: where those are drawn. A GPU is faster, and draws others than `"cpu"`.
         activations: what becomes of the tensors that autograd saves between forward and backward.
             `"auto"`: planned for every unit; `"keep"`, `"swap"` (to host memory and SSD) or
-            `"recompute"`: so for every unit that can. The device budget covers parameters,
-            activations and PyTorch's own memory together, as measured in the first step. None: it
-            covers parameters alone.
+            `"recompute"`: so for every unit that can. Units run a second time only where memory is
+            needed, and only if a trial shows that this gives the same. The budget covers
+            parameters, activations and PyTorch's own memory together, as measured in the first
+            step. None: it covers parameters alone.
         split: computes units on so many slices of the batch in turn. Default: as planned.
         device: `"cuda"` or `"cuda:1"`: a GPU, to which the caller moves inputs; `"host"`: a region
             of host memory; `"auto"`: the GPU that the model is on, or one that can be used, or the

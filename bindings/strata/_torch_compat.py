@@ -113,6 +113,12 @@ SHAPES_LOGGER = "torch._subclasses.fake_tensor"
 
 BatchNorm = _BatchNorm
 
+# Hooks on all modules: torch keeps them in these dictionaries for good.
+GLOBAL_HOOKS: tuple[dict[int, Any], ...] = tuple(
+    _private(f"nn.modules.module._global_{kind}_hooks")
+    for kind in ("forward_pre", "forward", "backward_pre", "backward")
+)
+
 
 def captures_graphs(found: Any) -> bool:
     """Whether what compiler() found makes CUDA graphs. Wrappers of it name what they wrap so."""

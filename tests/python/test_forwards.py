@@ -38,10 +38,13 @@ def test_it_recomputes_once(core: ModuleType) -> None:
     model, _ = recomputed(with_block(Counted))
     counted = model.blocks[2][0]
     model(torch.randn(3, 48)).sum().backward()
-    assert counted.runs == 2
+    assert counted.counter.runs == 4, "a trial of two runs comes first"
+    counted.counter.runs = 0
+    model(torch.randn(3, 48)).sum().backward()
+    assert counted.counter.runs == 2
     with torch.no_grad():
         model(torch.randn(3, 48))
-    assert counted.runs == 3
+    assert counted.counter.runs == 3
 
 
 def test_nothing_is_kept(core: ModuleType) -> None:
@@ -178,10 +181,10 @@ def test_checkpoints_of_the_user(core: ModuleType, where: str, reentrant: bool) 
         return model
 
     model: Any = compare(make)
-    model.blocks[2][0].runs = 0
+    model.blocks[2][0].counter.runs = 0
     model(torch.randn(3, 48)).sum().backward()
     # Ours stops early: where only the user's is left to run, and saved its input, it is not run.
-    assert model.blocks[2][0].runs == (3 if where == "within" and reentrant else 2)
+    assert model.blocks[2][0].counter.runs == (3 if where == "within" and reentrant else 2)
 
 
 def test_checkpoints_of_transformers(core: ModuleType) -> None:
@@ -225,9 +228,9 @@ def test_frozen_units_are_not_recomputed(core: ModuleType) -> None:
         return model
 
     model: Any = compare(make)
-    model.blocks[2][0].runs = 0
+    model.blocks[2][0].counter.runs = 0
     model(torch.randn(3, 48)).sum().backward()
-    assert model.blocks[2][0].runs == 1
+    assert model.blocks[2][0].counter.runs == 1
 
 
 def test_second_derivative(core: ModuleType) -> None:
@@ -276,19 +279,22 @@ def test_an_exception_in_a_forward(core: ModuleType, when: int) -> None:
     compare(with_block(Fragile), loop)
 
 
-def test_a_forward_that_depends_on_more_than_its_arguments(core: ModuleType) -> None:
+def test_a_forward_that_first_differs_after_it_was_tried(core: ModuleType) -> None:
+    moods = [0]
+
     class Moody(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.inner = nn.Linear(48, 48)
-            self.runs = 0
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            self.runs += 1
+            moods[0] += moods[0] > 0
             y = self.inner(x)
-            return y.relu() if self.runs % 2 else y[:, :24].tanh().repeat(1, 2)
+            return y[:, :24].tanh().repeat(1, 2) if moods[0] % 2 else y.relu()
 
     model, optimizer = recomputed(with_block(Moody))
+    steps(model, optimizer, 1)
+    moods[0] = 1
     with pytest.raises(strata.StrataError, match=r"blocks\.2 cannot be recomputed.*keep"):
         model(torch.randn(3, 48)).sum().backward()
     optimizer.zero_grad()

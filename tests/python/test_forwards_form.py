@@ -47,9 +47,9 @@ def test_copies_have_the_plain_forward(core: ModuleType) -> None:
         block = other[2]
         assert not isinstance(block.forward, PlannedForward)
         assert block.forward.__self__ is block
-        before = model.blocks[2][0].runs
+        before = model.blocks[2][0].counter.runs
         block(torch.randn(3, 48)).sum().backward()
-        assert model.blocks[2][0].runs == before
+        assert model.blocks[2][0].counter.runs == before
         assert block[0].inner.weight.grad is not None
 
 

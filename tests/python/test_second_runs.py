@@ -152,9 +152,21 @@ def test_parameters_that_a_second_run_leaves_alone(
 
 
 def test_parameters_that_a_second_run_would_change_again(core: ModuleType) -> None:
-    model, _ = recomputed(with_block(lambda: Writes(lambda p: p.mul_(0.5))))
+    """The unit is not computed again: a trial has found it out."""
+    compare(with_block(lambda: Writes(lambda p: p.mul_(0.5))))
+
+
+def test_parameters_that_are_first_changed_after_the_trial(core: ModuleType) -> None:
+    factor = [1.0]
+
+    def change(parameter: torch.Tensor) -> None:
+        if factor[0] != 1:
+            parameter.mul_(factor[0])
+
+    model, optimizer = recomputed(with_block(lambda: Writes(change)))
+    steps(model, optimizer, 1)
     weight = model.blocks[2][0].inner.weight
-    expected = 0.5 * weight.clone()
+    factor[0], expected = 0.5, 0.5 * weight.clone()
     loss = model(torch.randn(3, 48)).sum()
     with pytest.raises(strata.StrataError, match=r"blocks.2.*inner.weight.* in place"):
         loss.backward()

@@ -11,10 +11,17 @@ from autograd's threads, under the GIL.
 Note [Recomputation]. It is torch.utils.checkpoint's, non-reentrant, which keeps random numbers and
 autocast as they were. Our saved-tensor hooks lie above its own in both runs, so parameters are kept
 by unit (saved.py). All tensors go through checkpoint as positional arguments, so that the hooks
-below see each of them as a saved tensor. Buffers, caches and containers are in the second run as
-they were before the first, so nothing is counted twice. So are parameters that forwards are known
-to change in place (inputs.py). A parameter that a forward first changes after the recorded step has
-no older value: the second run must leave it as it was.
+below see each of them as a saved tensor. Attributes, generators of random numbers, buffers, caches
+and containers are in the second run as they were before the first, so nothing is counted twice. A
+forward that changes a parameter in place is not run again. Where it first does so after the trial,
+there is no older value: the second run must leave the parameter as it was.
+
+Note [Proof]. Before a unit is computed again for the first time, in training and in evaluation
+mode, a trial shows that a second run gives the same (trial.py). Where it does not, the unit keeps
+its activations from then on, or they are swapped, and plans are made anew. What changes an input in
+place after the forward (x += block(x)) cannot be seen then. So in these first forwards, and for
+good where it was seen, copies of the inputs are what the second run gets; not of what the model
+itself was called with.
 
 Note [Compiled units]. torch.compile looks at each Python function as it is called. Ours and
 checkpoint's are not for it. So it is switched off ahead of them, and on again for the plain
@@ -49,9 +56,10 @@ from .._torch_compat import (
     untraced_itself,
 )
 from .arguments import Arguments, layers_of, update_cache
-from .inputs import Before, Buffers, Found, Parameters
+from .attributes import Attributes, owners_of
+from .inputs import Before, Buffers, Found, Inputs, Parameters
 from .slicing import SliceSums, Verdict, batch_size, cut, fits, merged
-from .trial import Verdicts
+from .trial import Verdicts, why_not_again
 
 if TYPE_CHECKING:
     from .._hooks.hooks import Hooks, ModuleHook
@@ -93,6 +101,8 @@ class PlannedForward:
         self.parameters = Parameters(module)
         self._verdicts = Verdicts(module, self.plain)
         self.compiler: Any = None  # of the forward that runs now
+        self.inputs = Inputs()
+        self._proved: set[tuple[bool, ...]] = set()  # modes of all modules; see Note [Proof]
         self._layers = layers_of(module)
         self._logged_reason = ""
         module.forward = self
@@ -125,7 +135,6 @@ class PlannedForward:
     @untraced
     def _as_planned(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         unit, state = self.unit, self.hooks.state
-        recomputes = unit.activation in RECOMPUTES
         recording = state.recorder.recording
         if not self._is_training():
             return self.run(self.compiler, args, kwargs)
@@ -135,16 +144,12 @@ class PlannedForward:
             return self.run(self.compiler, args, kwargs)
         if recording:
             state.recorder.inputs(arguments.tensors)
-        if not recomputes:
-            self.verdict(arguments, batch_size(arguments.tensors))
-            return self._watched(args, kwargs)
-        if recording and state.planning is not None:
-
-            def run(given: Arguments) -> Any:
-                return self._recomputing(given, args, kwargs)
-
-            return state.planning.recording.forward(self, args, kwargs, run)
-        return self._recomputing(arguments, args, kwargs)
+            if state.planning is not None and state.planning.recording.chooses(unit):
+                return state.planning.recording.forward(self, args, kwargs)
+        if unit.activation in RECOMPUTES:
+            return self.recomputing(arguments, args, kwargs)
+        self.verdict(arguments, batch_size(arguments.tensors))
+        return self.keeping(args, kwargs)
 
     def run(self, compiled_by: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """The plain forward, compiled by what the caller found; None: as it is."""
@@ -161,22 +166,45 @@ class PlannedForward:
         """Of a forward, taken apart."""
         return Arguments((args, kwargs), self._layers)
 
-    def _recomputing(
+    def recomputing(
         self, arguments: Arguments, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
+        """A forward that is computed again in the backward, on slices where the unit has some."""
         batch = batch_size(arguments.tensors)
         verdict = self.verdict(arguments, batch)
         count = min(self.unit.slices, batch)
-        if count < 2 or verdict is None or verdict.reason:
+        cut_ones = verdict.cut if count > 1 and verdict is not None and not verdict.reason else None
+        modes = tuple(m.training for m in self.module.modules())
+        if modes not in self._proved or not self.unit.may_recompute:
+            if cut_ones is None and not self._may_repeat(arguments):  # slices: a verdict is a proof
+                return self.keeping(args, kwargs)
+            self._proved.add(modes)
+            self.inputs.copied = True
+        if cut_ones is None:
             return self._checkpointed(arguments, (args, kwargs))
-        return self._sliced(arguments, (args, kwargs), verdict.cut, count)
+        return self._sliced(arguments, (args, kwargs), cut_ones, count)
 
-    def _watched(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A forward that is recorded for the planner: may it be computed again?"""
-        before = self.taken()
+    def keeping(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The forward as it is."""
+        if not self.hooks.state.recorder.recording:
+            return self.run(self.compiler, args, kwargs)
+        before = self.taken()  # recorded for the planner: may it be computed again?
         output = self.plain(*args, **kwargs)
         self.learn(before)
         return output
+
+    def _may_repeat(self, arguments: Arguments) -> bool:
+        """See Note [Proof]."""
+        unit, state = self.unit, self.hooks.state
+        if not unit.may_recompute:
+            return False
+        with state.recorder.paused(part_of_step=False):
+            reason = why_not_again(self.module, self.plain, arguments)
+        if reason:
+            unit.may_recompute, unit.activation, unit.slices = False, "keep", 1
+            if state.planning is not None:
+                state.planning.note_kept(unit, reason)
+        return not reason
 
     def taken(self) -> Before:
         """The parameters ahead of a forward. REQUIRES: the unit is entered."""
@@ -249,8 +277,14 @@ class PlannedForward:
             self._logged_reason = reason
 
     def _checkpointed(self, arguments: Arguments, own: Any) -> Any:
-        tensors = arguments.tensors
-        return checkpoint(_Call(self, arguments, own), *tensors, use_reentrant=False)
+        tensors = self.inputs.kept(arguments.tensors, self.hooks.given)
+        recorder = self.hooks.state.recorder
+        if tensors is not arguments.tensors and recorder.recording:
+            for copied, tensor in zip(tensors, arguments.tensors, strict=True):
+                recorder.saved_for(self.unit.index, copied, tensor)
+        output = checkpoint(_Call(self, arguments, own), *tensors, use_reentrant=False)
+        self.hooks.inputs = self.inputs
+        return output
 
     def _sliced(self, arguments: Arguments, own: Any, cut_ones: Sequence[bool], count: int) -> Any:
         batch = batch_size(arguments.tensors)
@@ -296,7 +330,7 @@ class _Call:
         self._own = own  # what the first run is called with: the caller's very objects
         self._compiler = planned.compiler  # of both runs
         self._found: Found
-        self._before: Before
+        self._attributes: Attributes
         self._rewritten: list[str] = []  # parameters that the first run changed in place
         arguments.forget()  # checkpoint keeps the tensors
 
@@ -314,9 +348,10 @@ class _Call:
             saved.push_these(pack, _naming(unpack, planned.unit.name))
             saved.push()
             self._found = planned.buffers.taken()
-            self._before = planned.taken()
+            self._attributes = Attributes(self._owners())
+            before = planned.taken()
             output = planned.run(self._compiler, args, kwargs)
-            self._rewritten = planned.learn(self._before)
+            self._rewritten = planned.learn(before)
             planned.buffers.learn(self._found)
             return output
         finally:
@@ -330,8 +365,13 @@ class _Call:
         planned.hook.before(backward=True)
         try:
             args, kwargs = self._arguments.filled(tensors)
-            with self._found.again(), self._parameters_again():
-                planned.run(self._compiler, args, kwargs)
+            now = Attributes(self._owners())
+            try:
+                self._attributes.put_back()
+                with self._found.again(), self._parameters_again():
+                    planned.run(self._compiler, args, kwargs)
+            finally:
+                now.put_back()
         except Exception as error:
             planning = hooks.state.planning
             if isinstance(error, torch.OutOfMemoryError) and planning is not None:
@@ -341,21 +381,21 @@ class _Call:
         finally:
             planned.hook.after(None)
 
+    def _owners(self) -> list[dict[str, Any]]:
+        return owners_of(self._planned.module, self._arguments.others)
+
     @contextlib.contextmanager
     def _parameters_again(self) -> Iterator[None]:
-        """Puts the values in that the first run found, and those of now back at the end; version
-        counters too, for nodes of the first run have saved them. Raises StrataError where another
-        parameter comes out of the second run with another value. See Note [Recomputation]."""
-        planned, found = self._planned, self._before.values
-        now = planned.parameters.taken(self._rewritten)
+        """Leaves parameters as they are; version counters too, for nodes of the first run have
+        saved them. Raises StrataError where the second run gives one another value. See Note
+        [Recomputation]."""
+        now = self._planned.parameters.taken(self._rewritten)
         with now.undone():
-            self._before.put_in()
             try:
                 yield
             finally:  # checkpoint ends a second run by an exception, too
                 for name in now.differing():
-                    if name not in found:
-                        planned.refuse_twice(name, "computed again")
+                    self._planned.refuse_twice(name, "computed again")
 
 
 def _naming(unpack: Callable[[Any], Any], name: str) -> Callable[[Any], Any]:
@@ -368,7 +408,7 @@ def _naming(unpack: Callable[[Any], Any], name: str) -> Callable[[Any], Any]:
             raise StrataError(
                 f"{name} cannot be recomputed: its forward gave other tensors the second time, so "
                 "it depends on something that changed between forward and backward; pass "
-                'activations="keep" or "swap" to strata.wrap()'
+                'activations="keep" to strata.wrap()'
             ) from error
 
     return named

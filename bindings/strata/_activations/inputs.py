@@ -1,12 +1,11 @@
-"""What a forward finds beside its arguments, for the same forward again: the buffers of its module,
-and the parameters that it changes in place.
+"""What a forward finds, for the same forward again: the buffers of its module, the parameters that
+it changes in place, and its inputs.
 
     found = buffers.taken()                         # ahead of the forward
     before = parameters.taken(parameters.names)
     buffers.learn(found)                            # behind it: what it changes is copied at once
     parameters.learn(before)                        # from now on
     with found.again(), now.undone():               # the same forward again, on what it found
-        before.put_in()
         ...
     found.put_back()                                # the very buffers with the values that they had
 
@@ -239,6 +238,35 @@ class Parameters:
         self.known = True
         self.rewritten.update(changed)
         return changed
+
+
+class Inputs:
+    """The inputs of one unit's forwards that are computed again. See forwards.py Note [Proof]."""
+
+    def __init__(self) -> None:
+        self.copied = False  # what the second run gets are copies
+        self._last: list[tuple[torch.Tensor, int]] = []  # of the last forward, with their versions
+
+    def kept(self, tensors: list[torch.Tensor], given: set[int]) -> list[torch.Tensor]:
+        """What the second run gets in their place. `given`: storages that the model was called
+        with."""
+        if not self.copied:
+            return tensors
+        kept = []
+        for t in tensors:
+            alone = t.is_leaf and t.requires_grad
+            if t.is_floating_point() and not alone and t.untyped_storage()._cdata not in given:
+                self._last.append((t.detach(), t._version))
+                t = t.clone()
+            kept.append(t)
+        return kept
+
+    def look(self) -> None:
+        """Another unit begins, or the model's forward is over: has anybody changed the last inputs?
+        If not, they are not copied any more."""
+        if self._last:
+            self.copied = any(t._version != version for t, version in self._last)
+            self._last.clear()
 
 
 def _flat_bytes(tensor: torch.Tensor) -> torch.Tensor:

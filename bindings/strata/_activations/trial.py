@@ -1,43 +1,57 @@
-"""Tries whether a forward may run on slices of the batch.
+"""Tries what may be done with a forward: run again in the backward, or run on slices of the batch.
 
+    reason = why_not_again(module, module.forward, Arguments((args, kwargs)))   # "": it may
     verdicts = Verdicts(module, module.forward)
     verdict = verdicts.find(Arguments((args, kwargs)))
     if verdict is not None and not verdict.reason:
         ...                                   # slicing.py says how
 
-Note [Trial]. It may, where every row of the output depends on the same row of the input only.
-Nothing says so, so it is tried, without gradients, on copies of arguments and buffers, from the
-same random numbers and with parameters that are put back:
+A trial runs the forward where memory is needed, and nowhere else. It runs on copies of arguments,
+keeps nothing for a backward, and leaves nothing behind: attributes, buffers, parameters and
+generators of random numbers are put back, and hooks of the user on modules are not called.
+
+Note [Again]. A forward may be computed again where two runs that find the same leave the same:
+output, attributes and generators, bit for bit. It may not where it takes from an iterator, or
+changes parameters, its arguments, or what a list or a dictionary holds: a second run would do that
+twice.
+
+Note [Slices]. A forward may run on slices where every row of the output depends on the same row of
+the input only. Nothing says so, so it is tried:
 1. All rows but one are changed. The output of that one must stay the same, bit for bit. That finds
    normalisation over the batch, losses and negatives within it, and tensors whose first dimension
    only happens to be as long as the batch is.
 2. Two slices, with modules in evaluation mode where random numbers are drawn, must give what the
    whole gives, within rounding.
-A forward that changes its arguments, buffers or parameters is not cut. What a forward leaves in
-attributes of modules is not looked at.
+A forward that changes its arguments, buffers, parameters or attributes is not cut, nor one that
+draws from Python's, NumPy's or a generator of its own.
 Limit: a dependence between rows that is not there yet, such as one behind a gate that is still
 zero, is not seen.
 
 Use from the thread that trains.
 """
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 
-from .._torch_compat import BatchNorm
+from .._torch_compat import GLOBAL_HOOKS, BatchNorm
 from .arguments import Arguments
-from .inputs import Before, Buffers, Parameters
+from .attributes import Attributes, owners_of, same_tensors
+from .inputs import Buffers, Parameters
 from .slicing import Verdict, batch_size, cut, is_cut
 
 ROUNDING = 16  # units in the last place that two ways to sum may differ by ...
 ROUNDING_MIN = 1e-3  # ... or this share: sums over thousands of float32 values
 PARTS = 16
 SAMPLE = 4096  # elements that tell how large the values of a tensor are
+# A module's own hooks, by the names that torch gives them.
+MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 class _RefusedError(Exception):
@@ -94,9 +108,9 @@ class Verdicts:
 def try_slices(
     module: nn.Module, forward: Callable[..., Any], arguments: Arguments, batch: int
 ) -> Verdict | None:
-    """See Note [Trial]. None where all rows are alike, so that a change would not be seen.
+    """See Note [Slices]. None where all rows are alike, so that a change would not be seen.
 
-    It costs four or five forwards. Random numbers, buffers and parameters are left as they were.
+    It costs four or five forwards.
     """
     tensors = arguments.tensors
     kept = {0, 1} if batch == 2 else {batch // 2}  # rows that do not change; others on both sides
@@ -105,59 +119,123 @@ def try_slices(
         torch.equal(a, b) for variant in variants for a, b in zip(variant, tensors, strict=True)
     ):
         return None
-    parameters = Parameters(module)
-    before = parameters.taken(parameters.names)
-    found = Buffers(module).taken()
     try:
-        with torch.no_grad(), _no_cached_casts(), found.again(), before.undone():
-            trial = _Trial(module, forward, arguments, before)
-            whole = trial.run(tensors, first=True)
+        with torch.no_grad(), _Trial.of(module, forward, arguments) as trial:
+            first = trial.run(tensors)
+            first.refuse_what_counts()
+            whole = first.output
             for row, variant in zip(kept, variants, strict=True):
-                _check_row(whole, trial.run(variant), row, batch)
-            with _evaluating(module) if trial.draws else nullcontext():
-                whole = trial.run(tensors) if trial.draws else whole
-                return Verdict("", _cut_outputs(trial, whole, cut(tensors, batch, 2), batch))
+                _check_row(whole, trial.run(variant).output, row, batch)
+            if first.draws:
+                trial.evaluates = True
+                whole = trial.run(tensors).output
+            return Verdict("", _cut_outputs(trial, whole, cut(tensors, batch, 2), batch))
     except _RefusedError as refused:
         return Verdict(str(refused))
     except Exception as error:
-        first = (str(error).splitlines() or [""])[0]
-        return Verdict(f"on slices it raises {type(error).__name__}: {first}")
+        return Verdict(f"on slices it raises {_in_a_line(error)}")
+
+
+def why_not_again(module: nn.Module, forward: Callable[..., Any], arguments: Arguments) -> str:
+    """See Note [Again]: "" where the forward may be computed again, at the cost of two forwards.
+
+    Raises torch.OutOfMemoryError.
+    """
+    try:
+        with _Trial.of(module, forward, arguments) as trial:
+            first, second = trial.run(arguments.tensors), trial.run(arguments.tensors)
+            a, b = first.output, second.output
+            alike = a.plain == b.plain and len(a.tensors) == len(b.tensors)
+            if not alike or not all(map(_is_same, a.tensors, b.tensors)):
+                return "its forward gives another output the second time"
+            if what := first.after.differing(second.after):
+                return f"its forward leaves {what} otherwise the second time"
+            return ""
+    except _RefusedError as refused:
+        return str(refused)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        return f"its forward raises {_in_a_line(error)} when it is tried"
+
+
+def _in_a_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+
+
+@dataclass
+class _Run:
+    """What one run of a forward gave, and left."""
+
+    output: Arguments
+    after: Attributes
+    draws: bool  # from torch's own generators
+    counts: str  # what it changes or draws beside that, in words; "" where nothing
+
+    def refuse_what_counts(self) -> None:
+        """Raises _RefusedError where it matters how often the forward runs, or what it returns
+        cannot be put together."""
+        if self.counts:
+            raise _RefusedError(self.counts)
+        if self.output.others:
+            raise _RefusedError(f"it returns a {type(self.output.others[0]).__name__}")
 
 
 class _Trial:
-    """Runs one forward again and again from the same random numbers."""
+    """Runs one forward again and again on the same arguments, attributes, buffers, parameters and
+    random numbers."""
 
     def __init__(
-        self,
-        module: nn.Module,
-        forward: Callable[..., Any],
-        arguments: Arguments,
-        parameters: Before,
+        self, module: nn.Module, forward: Callable[..., Any], arguments: Arguments
     ) -> None:
-        self.draws = False  # whether the forward draws random numbers
+        self.evaluates = False  # all modules run in evaluation mode, without train()
+        self._module = module
         self._forward = forward
         self._arguments = arguments
+        self._owners = owners_of(module, arguments.others)
+        self._found = Attributes(self._owners, deep=True)
         self._buffers = Buffers(module)
-        self._parameters = parameters
+        self._found_buffers = self._buffers.taken()
+        parameters = Parameters(module)
+        self._parameters = parameters.taken(parameters.names)
         self._devices = sorted({t.device.index for t in arguments.tensors if t.is_cuda})
 
-    def run(self, tensors: Sequence[torch.Tensor], first: bool = False) -> Arguments:
-        """The output. `first`: looks whether random numbers are drawn and buffers changed, too.
+    @classmethod
+    @contextmanager
+    def of(
+        cls, module: nn.Module, forward: Callable[..., Any], arguments: Arguments
+    ) -> Iterator["_Trial"]:
+        """At the end all is as it was. Raises _RefusedError where no forward can be tried."""
+        trial = cls(module, forward, arguments)
+        _refuse_iterators(trial._found)
+        with ExitStack() as stack:
+            for context in (
+                saved_tensors_hooks(_drop, _never),
+                _no_cached_casts(),
+                _without_hooks(module),
+            ):
+                stack.enter_context(context)
+            stack.enter_context(trial._parameters.undone())
+            stack.callback(trial._found.put_back)
+            yield trial
 
-        Raises _RefusedError where the forward changes anything.
-        """
-        mine = [t.detach().clone() for t in tensors]
+    def run(self, tensors: Sequence[torch.Tensor]) -> _Run:
+        """Raises _RefusedError where the forward changes what cannot be changed twice."""
+        found = self._found
+        found.put_back()
+        if self.evaluates:
+            for m in self._module.modules():
+                m.training = False
+        mine = [t.clone() for t in tensors]
         versions = [t._version for t in mine]
         args, kwargs = nest = self._arguments.filled(mine)
-        buffers = self._buffers.taken() if first else None
-        with torch.random.fork_rng(self._devices):
-            before = self._random_state() if first else []
+        with self._found_buffers.again(), torch.random.fork_rng(self._devices):
+            buffers, before = self._buffers.taken(), self._random_state()
             result = self._forward(*args, **kwargs)
-            after = self._random_state() if first else []
-        self.draws |= any(not torch.equal(a, b) for a, b in zip(before, after, strict=True))
-        changed = buffers.changed() if buffers is not None else None
-        if changed is not None:
-            raise _RefusedError(f"its forward changes the buffer {changed!r}")
+            draws = not all(map(torch.equal, before, self._random_state()))
+            changed = buffers.changed()
+        if name := found.written_in_place():
+            raise _RefusedError(f"its forward changes what {name!r} holds")
         for name in self._parameters.changed():
             raise _RefusedError(f"its forward changes the parameter {name!r}")
         now = Arguments(nest, self._arguments.layers)
@@ -165,13 +243,62 @@ class _Trial:
             t._version for t in mine
         ]:
             raise _RefusedError("its forward changes its arguments")
+        after = Attributes(self._owners)
+        _refuse_iterators(after)
+        counts = ""
+        if changed is not None:
+            counts = f"its forward changes the buffer {changed!r}"
+        elif name := found.assigned():
+            counts = f"its forward assigns the attribute {name!r}"
+        elif found.drawn(after):
+            counts = "its forward draws from a generator that is not torch's own"
         output = Arguments((result, now.caches), self._arguments.layers)
-        if output.others:
-            raise _RefusedError(f"it returns a {type(output.others[0]).__name__}")
-        return output
+        output.tensors = [t.detach() for t in output.tensors]
+        return _Run(output, after, draws, counts)
 
     def _random_state(self) -> list[torch.Tensor]:
         return [torch.get_rng_state(), *(torch.cuda.get_rng_state(d) for d in self._devices)]
+
+
+def _drop(_: torch.Tensor) -> None:
+    """In the place of what autograd saves."""
+
+
+def _never(_: None) -> torch.Tensor:
+    raise RuntimeError("a backward within a forward cannot be tried")
+
+
+def _refuse_iterators(found: Attributes) -> None:
+    if name := found.iterator():
+        raise _RefusedError(f"its forward may take from the iterator {name!r}")
+
+
+@contextmanager
+def _without_hooks(module: nn.Module) -> Iterator[None]:
+    """Without hooks on modules, the module's own and those of all modules, except those by which
+    torch itself makes a weight (torch.nn.utils)."""
+    own = [
+        (vars(inner), name, hooks)
+        for inner in module.modules()
+        for name in MODULE_HOOKS
+        if (hooks := vars(inner).get(name))
+    ]
+    everywhere = [(hooks, hooks.copy()) for hooks in GLOBAL_HOOKS]
+    try:
+        for owner, name, hooks in own:
+            owner[name] = OrderedDict((k, h) for k, h in hooks.items() if _makes_weights(h))
+        for hooks, _ in everywhere:
+            hooks.clear()
+        yield
+    finally:
+        for owner, name, hooks in own:
+            owner[name] = hooks
+        for hooks, before in everywhere:
+            hooks.update(before)
+
+
+def _makes_weights(hook: Any) -> bool:
+    return type(hook).__module__.startswith("torch.nn.utils.")
 
 
 def _own(tensors: Sequence[torch.Tensor], cached: set[int]) -> list[int]:
@@ -195,9 +322,9 @@ def _check_row(whole: Arguments, other: Arguments, row: int, batch: int) -> None
         raise _RefusedError("its output has another form for other values")
     for a, b in zip(whole.tensors, other.tensors, strict=True):
         if is_cut(a, batch) and is_cut(b, batch):
-            if not _equal(a[row], b[row]):
+            if not same_tensors(a[row], b[row]):
                 raise _RefusedError("rows of its output depend on other rows of the batch")
-        elif a.shape != b.shape or not _equal(a, b):
+        elif a.shape != b.shape or not same_tensors(a, b):
             raise _RefusedError(f"its output of shape {tuple(a.shape)} depends on the whole batch")
 
 
@@ -208,7 +335,7 @@ def _cut_outputs(
     cut_ones: tuple[bool, ...] = ()
     begin = 0
     for piece in pieces:
-        part = trial.run(piece)
+        part = trial.run(piece).output
         rows = batch_size(piece)
         if part.plain != whole.plain or len(part.tensors) != len(whole.tensors):
             raise _RefusedError("its output has another form for a slice")
@@ -233,15 +360,14 @@ def _parts(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
     return tensor.chunk(PARTS) if tensor.dim() else [tensor]
 
 
-def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Bit for bit, but for the kind of a NaN."""
-    return torch.equal(a, b) or bool(((a == b) | ((a != a) & (b != b))).all())
+def _is_same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.shape == b.shape and same_tensors(a, b)
 
 
 def _close(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Within rounding, measured by the values around."""
     if not a.is_floating_point():
-        return _equal(a, b)
+        return same_tensors(a, b)
     share = max(ROUNDING * torch.finfo(a.dtype).eps, ROUNDING_MIN)
     sample = a.flatten()[:: max(1, a.numel() // SAMPLE)].float().abs()
     typical = sample[sample.isfinite()].median().item() if sample.isfinite().any() else 0.0
@@ -258,16 +384,3 @@ def _no_cached_casts() -> Iterator[None]:
         yield
     finally:
         torch.set_autocast_cache_enabled(enabled)
-
-
-@contextmanager
-def _evaluating(module: nn.Module) -> Iterator[None]:
-    """All modules in evaluation mode, without train(): that may be more than a flag."""
-    flags = [(m, m.training) for m in module.modules()]
-    for m, _ in flags:
-        m.training = False
-    try:
-        yield
-    finally:
-        for m, flag in flags:
-            m.training = flag

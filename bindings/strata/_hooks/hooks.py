@@ -1,6 +1,7 @@
 """All the hooks that strata gives to torch, and when torch calls each.
 
 forward    Hooks.before_model   ahead of the whole model
+           Hooks.after_model    after it
            ModuleHook.before    ahead of a unit's module: the unit enters, its parameters become
                                 plain ones, `pack` and `unpack` are put in place
            PlannedForward       in the place of the module's forward (forwards.py)
@@ -22,7 +23,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from .._activations.forwards import plan_forwards
+from .._activations.arguments import tensors_in
+from .._activations.forwards import PlannedForward, plan_forwards
+from .._activations.inputs import Inputs
 from .._activations.swapping import Swapping
 from .._runtime.gradients import drop_real
 from .._runtime.streams import graphs_in_use, refuse_capture
@@ -53,7 +56,10 @@ class Hooks:
         self.saved = SavedTensors(state, self.pins, self.swapping, self.frames)
         self._handles: list[Any] = []
         self._land_hooks: dict[int, LandHook] = {}
+        self.planned: list[PlannedForward] = []  # forwards that plans may change
         self._of_several = False  # processes of torch.distributed
+        self.inputs = Inputs()  # of the unit computed again whose forward ran last
+        self.given: set[int] = set()  # storages that the model was called with
 
     def install(self, hooked: dict[nn.Module, list[int]]) -> None:
         """Registers everything. `hooked`: the units that each module's forward reads."""
@@ -71,14 +77,15 @@ class Hooks:
         root = state.model.register_forward_pre_hook(
             Hook(self.before_model), prepend=True, with_kwargs=True
         )
-        self._handles.append(root)
+        self._handles += [root, state.model.register_forward_hook(Hook(self.after_model))]
         if (adapters := refuse_new_adapters(state.model)) is not None:
             self._handles.append(adapters)
         count = state.ranks.count if state.ranks is not None else 1
         self._of_several = count > 1 or several_processes()
         if self._of_several:
             self._handles.append(KeptUnwrapped(state.model, count, state.shards is not None))
-        self._handles += plan_forwards(self, by_module)
+        self.planned = plan_forwards(self, by_module)
+        self._handles += self.planned
         for i, (parameter, spec) in enumerate(
             zip(state.params, state.config["params"], strict=True)
         ):
@@ -173,7 +180,12 @@ class Hooks:
                 state.catch_up()
         planning = state.planning
         if planning is not None and graph_task() == -1:
+            self.given = {t.untyped_storage()._cdata for t in tensors_in((args, kwargs))}
             planning.begin_forward(args, kwargs)
+
+    def after_model(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Called by torch after the model's forward."""
+        self.inputs.look()
 
     def start_clean(self, what: str, *_: Any) -> None:
         """Called by torch for every module in turn, ahead of its state_dict() or load_state_dict().
@@ -238,6 +250,7 @@ class ModuleHook:
         hooks = self.hooks
         state = hooks.state
         refuse_capture(state.device, self.unit.name)
+        hooks.inputs.look()
         if not backward and not hooks.frames.mine():
             hooks.let_land()
             state.refuse_half_step("a forward")

@@ -5,12 +5,13 @@ plan holds for which shape of batch.
     state.planning.begin_forward(args, kwargs)     # the model's forward is called
     state.planning.end_step()                      # behind optimizer.step()
 
-The first step with a batch of an unseen shape is recorded while units recompute their activations,
-in as few bytes of the device as work (recording.py); budgets that cannot work are refused at its
-end. The next two show how long computation takes when nothing disturbs it: they wait for the
-updates of the step before, and nothing is recorded but times. Then the plan is made. In the first
-step under it PyTorch's memory is measured again, if the budget is tight: where it is more than was
-planned, the plan is made anew with that much less. Use from the thread that trains.
+The first step with a batch of an unseen shape is recorded as it runs. Units keep their activations
+where an estimate says that there is room for all of them, and compute them again elsewhere
+(recording.py); budgets that cannot work are refused at its end. The next two show how long
+computation takes when nothing disturbs it: they wait for the updates of the step before, and
+nothing is recorded but times. Then the plan is made. In the first step under it PyTorch's memory is
+measured again, if the budget is tight: where it is more than was planned, the plan is made anew
+with that much less. Use from the thread that trains.
 
 Note [Shape classes]. A plan made for one batch serves every batch that is nowhere larger: its
 promises still hold. A batch that is larger somewhere, or has less than half the elements, gets a
@@ -51,9 +52,9 @@ import torch
 from .. import _core
 from .._activations.arguments import tensors_in
 from .._config import machine
-from .._config.choices import FORCED
+from .._config.choices import FORCED, RECOMPUTES
 from .._config.sizes import format_size
-from .._errors import StrataError
+from .._errors import StrataError, listed
 from .._profiling import calibrate
 from .._profiling.allocator import Allocator
 from .._report.report_text import like, plan_line
@@ -67,6 +68,7 @@ from .trace_of import make_trace, note_times, uses_of
 if TYPE_CHECKING:
     from .._core import Bound, Costs, Simulation, StepPlan, Trace
     from .._profiling.windows import Judged, Window
+    from .._runtime.unit import Unit
     from .._runtime.wrapped import Wrapped
 
 TIMED_STEPS = 2  # the first one still warms up
@@ -103,6 +105,8 @@ class Planning:
                 "them, and no unit rests on the device"
             )
         self._tried_slices = False  # in the step that was recorded
+        self._kept: dict[str, list[str]] = {}  # names of units to tell of, by why they are kept
+        self._again: set[str] = set()  # units of which the log has said that they run again
 
     @property
     def trace(self) -> Trace | None:
@@ -155,6 +159,10 @@ class Planning:
             self._wait_for_lent_gradients()
             self.state.recorder.measure()
 
+    def note_kept(self, unit: Unit, reason: str) -> None:
+        """A unit turned out not to be one that may be computed again."""
+        self._kept.setdefault(reason, []).append(unit.name)
+
     def end_step(self) -> None:
         """Looks at the step that has ended, and plans. Called behind every optimizer.step().
 
@@ -167,19 +175,20 @@ class Planning:
         )
         current, mixed = self.current, self._mixed
         self._mixed = False
+        self._heed_kept()
         if current is None or not step.uses or not step.uses[-1].backward:
             return
         current.rounds = step.rounds
         if current.trace is None:
             if step.detailed:
                 self.recording.end()
+                self.tell_again()
                 trace = make_trace(step, self.state)
                 try:
                     self._plan_for(trace, 0)  # refused now, if it has to be
-                except StrataError:
-                    if not self._may_try_slices():
+                except StrataError:  # recorded again, in less memory
+                    if not self._may_take_less():
                         raise
-                    self.state.may_split = True  # recorded again, with trials of what can be cut
                     return
                 current.trace = trace
         elif current.paper is None:
@@ -197,8 +206,32 @@ class Planning:
             if window is not None and step.rounds == 1:
                 self._judge(current, window)
 
-    def _may_try_slices(self) -> bool:
-        return self._chooses_slices and not self._tried_slices
+    def _heed_kept(self) -> None:
+        """Says which units keep their activations after all, and plans without computing them
+        again. Raises StrataError where that does not fit."""
+        if not self._kept:
+            return
+        kept, self._kept = self._kept, {}
+        for reason, names in kept.items():
+            log.warning("not computed again in the backward: %s: %s", listed(names), reason)
+        planned = []
+        for found in self.classes:
+            if found.trace is not None:
+                for unit, traced in zip(self.state.units, found.trace.units, strict=True):
+                    traced.may_recompute = unit.may_recompute
+                planned += [found] if found.paper is not None else []
+        for found in planned:
+            self._plan_class(found)
+
+    def _may_take_less(self) -> bool:
+        """Whether the step that was recorded did not fit, and may be recorded again: with units
+        that are computed again, then with trials of what can be cut."""
+        if self.recording.take_less():
+            return True
+        if not self._chooses_slices or self._tried_slices:
+            return False
+        self.state.may_split = True
+        return True
 
     @property
     def _chooses_slices(self) -> bool:
@@ -226,7 +259,7 @@ class Planning:
                 unit.activation, unit.slices = traced.traced, traced.slices_traced
             self.state.synchronize()
             return
-        self.recording.begin(*self.claims.take_room(*self.recording.room(batch)))
+        self.recording.begin(batch, *self.claims.take_room(*self.recording.room(batch)))
         self._tried_slices = self.state.may_split
         self._wait_for_lent_gradients()
         self.state.recorder.begin()
@@ -283,6 +316,17 @@ class Planning:
                 self._plan_class(other)
         self._follow(found)
         log.info("planned: %s", self.describe())
+        self.tell_again()
+
+    def tell_again(self) -> None:
+        """Says once which units are computed again in the backward."""
+        names = [unit.name for unit in self.state.units if unit.activation in RECOMPUTES]
+        if not self._again.issuperset(names):
+            self._again.update(names)
+            log.info(
+                "computed again in the backward, for their activations take memory: %s",
+                listed(names),
+            )
 
     def _follow(self, found: ShapeClass) -> None:
         """Uses a plan; what must stay on the device stays, and plans make do with it."""

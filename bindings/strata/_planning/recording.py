@@ -1,11 +1,18 @@
-"""How a step runs that is recorded: in as few bytes of the device as work.
+"""How a step runs that is recorded: as it is where that fits, else in as few bytes of the device as
+work.
 
     host, ssd = recording.room(tensors)         # bytes that inputs may need off the device
-    recording.begin(host, ssd)                  # ahead of the forward of the whole model
-    output = recording.forward(planned, args, kwargs, run)      # of each unit that is recomputed
+    recording.begin(tensors, host, ssd)         # ahead of the forward of the whole model
+    output = recording.forward(planned, args, kwargs)           # of each unit that it chooses for
     recording.end()                             # the step is over
 
-Note [Smaller]. Nothing is known of a batch before its first step. So in that one
+Note [Estimate]. A unit keeps its activations where those of all units that are still to come are
+expected to fit into what is left of the device, with once more those of the largest for its
+backward. Of a unit like one that was seen (the same class, and shapes of parameters) what that one
+saved is expected. Of another: twice the inputs of its matrices. From the first unit for which
+there is no room on, units are computed again.
+
+Note [Smaller]. Where units are computed again,
 1. inputs of recomputed units leave for host memory, or the SSD, where all of them would take more
    than half of what is left of the device. Then all leave for which there is room: one that stays
    leaves less to each backward, and makes slices. Room is made before the step, when their size
@@ -19,7 +26,8 @@ Note [Smaller]. Nothing is known of a batch before its first step. So in that on
    so that all steps give the same bits. Elsewhere a step may go over once, rather than have other
    bits than those behind it;
 3. an error of memory in the backward cannot be made good from within. The next step, which is
-   recorded in its place, starts with inputs away and twice as many slices.
+   recorded in its place, starts with all units computed again and inputs away, and from the
+   second time on with twice as many slices.
 
 Use from the thread that trains.
 """
@@ -32,7 +40,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .._activations.arguments import Arguments
 from .._activations.slicing import batch_size
 from .._config.choices import RECOMPUTES
 
@@ -42,11 +49,14 @@ if TYPE_CHECKING:
     from .._runtime.wrapped import Wrapped
     from .shape_class import Goal
 
-TRIES_MAX = 5  # recorded steps that run out of memory, one after the other
+TRIES_MAX = 6  # recorded steps that run out of memory, one after the other
 NO_MEMORY = "ran out of memory"
 SLACK = 1.25  # of the room for inputs
 WORKING_TENSORS = 3  # of a backward, as large as the largest one that is saved
 BYTES_MIN = 4096  # of a tensor that is worth counting
+SAVED_FACTOR = 2  # what a forward saves, over the inputs of its matrices
+
+Kind = tuple[type, tuple[torch.Size, ...]]  # of units: class of the module, shapes of parameters
 
 log = logging.getLogger("strata")
 
@@ -60,6 +70,10 @@ class Recording:
         self._pages = pages
         self.slices_min = 1  # fewer ran out of memory: plans have as many
         self._troubles = 0  # steps that ran out of memory, one after the other
+        self._less = False  # all units are computed again
+        self._ahead: set[int] = set()  # units whose forward is to come
+        self._elements = 0  # of the batch
+        self._saved: dict[Kind, tuple[int, int]] = {}  # bytes of a forward; elements of its batch
         self._running = False
         self._ran_out = False
         self._errors = 0  # of the device's allocator, when the step began
@@ -89,13 +103,16 @@ class Recording:
         ssd = min(wanted - host, max(0, config["ssd_bytes"] - plan["ssd_bytes"]))
         return host, ssd
 
-    def begin(self, host_bytes: int, ssd_bytes: int) -> None:
+    def begin(self, batch: Sequence[torch.Tensor], host_bytes: int, ssd_bytes: int) -> None:
         """The step begins; so much room was made."""
         self._room = [host_bytes, ssd_bytes]
-        slices = 2**self._troubles if self.may_slice else 1
+        self._elements = sum(t.numel() for t in batch)
+        self._ahead = {unit.index for unit in self._state.units}
+        slices = self._slices if self.may_slice else 1
         self._state.may_split = self._state.may_split or slices > 1
+        less = self._less or self._goal.activations == "recompute" or sum(self._room) > 0
         for unit in self._state.units:
-            again = self._recomputes(unit)
+            again = less and self._recomputes(unit)
             unit.activation = "recompute" if again else "keep"
             unit.slices = slices if again else 1
         self._running, self._ran_out = True, False
@@ -103,41 +120,66 @@ class Recording:
 
     def end(self) -> None:
         """The step is over, and all went well."""
-        self._running = False
+        self._running = self._less = False
         self._troubles = 0
 
+    @property
+    def _slices(self) -> int:
+        """The first step that runs out of memory is made again without slices."""
+        return 2 ** max(0, self._troubles - 1)
+
+    def take_less(self) -> bool:
+        """The next recorded step computes all units again. False: the last one did."""
+        self._less = True
+        return self._kept_any()
+
+    def chooses(self, unit: Unit) -> bool:
+        """Whether the forward of this unit is for forward() to run."""
+        return self._recomputes(unit)
+
     def forward(
-        self,
-        planned: PlannedForward,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        run: Callable[[Arguments], Any],
+        self, planned: PlannedForward, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """The forward of a unit that is recomputed, by `run`, on as many slices as it takes."""
+        """The forward of a unit that may be recomputed: as it is, or on as many slices as it
+        takes."""
         unit, recorder = planned.unit, self._state.recorder
+        arguments = planned.arguments(args, kwargs)
+        if unit.activation == "keep" and not self._fits(planned, arguments.tensors):
+            self._compute_again()
         while True:
             arguments = planned.arguments(args, kwargs)
             batch, repeatable = batch_size(arguments.tensors), not arguments.caches
-            self._place_inputs(unit, arguments.tensors)
+            if unit.activation == "recompute":
+                self._place_inputs(unit, arguments.tensors)
             found = planned.buffers.taken()
             mark = recorder.mark()
             swapping = planned.hooks.swapping
             stayed = swapping.kept_for_room
             ran_out: str | None = None
             output = None
+            keeps = unit.activation == "keep"
             try:
-                output = run(arguments)
+                if keeps:
+                    planned.verdict(arguments, batch)
+                    output = planned.keeping(args, kwargs)
+                else:
+                    output = planned.recomputing(arguments, args, kwargs)
             except torch.OutOfMemoryError as error:
                 ran_out = NO_MEMORY
-                if not (repeatable and self._may_cut(planned, args, kwargs, batch)):
+                may_cut = repeatable and self._may_cut(planned, args, kwargs, batch)
+                if not (may_cut or (keeps and repeatable and unit.may_recompute)):
                     self._ran_out = True
                     error.add_note(self._advice(unit, batch))
                     raise
             if ran_out is None:
                 if swapping.kept_for_room > stayed:
                     unit.activation = "recompute"  # what the trace says must be what happened
+                saved = recorder.saved_since(mark)
+                self._learn(planned, sum(saved))
                 inputs = sum(t.nbytes for t in arguments.tensors)
-                if self._backward_bytes(unit, inputs, recorder.saved_since(mark)) <= self._left():
+                if keeps or unit.activation == "keep":
+                    return output
+                if self._backward_bytes(unit, inputs, saved) <= self._left():
                     return output
                 if not (repeatable and self._may_cut(planned, args, kwargs, batch)):
                     return output
@@ -147,10 +189,47 @@ class Recording:
             recorder.drop_to(mark)
             if self._state.device.type == "cuda":
                 torch.cuda.empty_cache()
+            if keeps and unit.may_recompute:
+                self._compute_again()
+                continue
             unit.slices = min(2 * unit.slices, batch)
             if ran_out == NO_MEMORY or self._limited:
                 self.slices_min = max(self.slices_min, unit.slices)
             log.info("%s %s: recorded on %d slices", unit.name, ran_out, unit.slices)
+
+    def _compute_again(self) -> None:
+        """From this unit on there is no room to keep activations."""
+        for unit in self._state.units:
+            if unit.index in self._ahead and self._recomputes(unit):
+                unit.activation = "recompute"
+
+    def _fits(self, planned: PlannedForward, inputs: Sequence[torch.Tensor]) -> bool:
+        """See Note [Estimate]."""
+        self._ahead.add(planned.unit.index)
+        modules = {p.unit.index: p.module for p in planned.hooks.planned}
+        rows = max((_rows(t, planned.module) for t in inputs), default=0)
+        wanted = [self._expected(self._state.units[u], modules.get(u), rows) for u in self._ahead]
+        params = self._state.params
+        grads = max(
+            sum(params[i].nbytes for i in unit.params if params[i].requires_grad)
+            for unit in self._state.units
+        )
+        return sum(wanted) + max(wanted) + grads <= self._left()
+
+    def _expected(self, unit: Unit, module: torch.nn.Module | None, rows: int) -> int:
+        """Bytes that the unit's forward saves. See Note [Estimate]."""
+        params = [self._state.params[i] for i in unit.params]
+        if module is not None and (seen := self._saved.get(_kind(module))):
+            return seen[0] * self._elements // max(1, seen[1])
+        if isinstance(module, torch.nn.Embedding):
+            return rows * 8
+        width = sum(p.shape[1] for p in params if p.dim() > 1)
+        return SAVED_FACTOR * rows * width * max(p.element_size() for p in params)
+
+    def _learn(self, planned: PlannedForward, saved_bytes: int) -> None:
+        """What a forward saved is expected of the next ones like it."""
+        self._ahead.discard(planned.unit.index)
+        self._saved[_kind(planned.module)] = saved_bytes, self._elements
 
     def note(self, error: torch.OutOfMemoryError) -> None:
         """A backward of the step ran out of memory."""
@@ -172,11 +251,16 @@ class Recording:
         """The step before was recorded, and did not end."""
         ran_out = self._ran_out or self._allocator_errors() > self._errors
         if self._running and ran_out and self._troubles < TRIES_MAX:
-            self._troubles += 1
+            self._troubles += 1 if self._less else 1 + (not self._kept_any())
+            self._less = True
             if self.may_slice:
-                self.slices_min = max(self.slices_min, 2**self._troubles)
+                self.slices_min = max(self.slices_min, self._slices)
             log.info("a recorded step ran out of memory: the next one takes less")
         self._running = False
+
+    def _kept_any(self) -> bool:
+        """Whether a unit that may be computed again was not."""
+        return any(self._recomputes(u) and u.activation == "keep" for u in self._state.units)
 
     def _recomputes(self, unit: Unit) -> bool:
         return unit.may_recompute and self._goal.activations != "keep"
@@ -248,6 +332,19 @@ class Recording:
         if self._state.device.type != "cuda":
             return 0
         return int(torch.cuda.memory_stats(self._state.device).get("num_ooms", 0))
+
+
+def _kind(module: torch.nn.Module) -> Kind:
+    return type(module), tuple(p.shape for p in module.parameters())
+
+
+def _rows(tensor: torch.Tensor, module: torch.nn.Module) -> int:
+    """Of an input: how often the module's matrices are used."""
+    weight = next((p for p in module.parameters() if p.dim() > 1), None)
+    if tensor.dim() < 2 or not tensor.is_floating_point():
+        return tensor.numel()
+    features = tensor.shape[1 if weight is not None and weight.dim() > 2 else -1]
+    return tensor.numel() // max(1, features)
 
 
 def recorded_as(unit: Unit) -> tuple[Any, int]:

@@ -172,6 +172,15 @@ class Recorder:
         self._numbers[key] = (StorageWeakRef(storage), number)
         return number
 
+    def saved_for(self, unit: int, copied: torch.Tensor, given: torch.Tensor) -> None:
+        """The unit saves a copy of an input in the place of what it was given, which is not counted
+        again. Call while `recording`."""
+        self.inputs((copied,))
+        number = self.saved(unit, copied)
+        if copied is not given and number != NOT_RECORDED:
+            storage = given.untyped_storage()
+            self._numbers[storage._cdata] = (StorageWeakRef(storage), number)
+
     def mark(self) -> int:
         """How many tensors were saved so far."""
         return len(self._uses.step.tensors)
