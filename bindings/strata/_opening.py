@@ -8,7 +8,6 @@ optimizer.
 from __future__ import annotations
 
 import ctypes
-import gc
 import logging
 from dataclasses import replace
 from functools import partial
@@ -33,7 +32,7 @@ from ._optim.foreign import Foreign, make_foreign
 from ._planning.fitting import fit
 from ._planning.planning import Goal, Planning
 from ._runtime.awaited import Watch
-from ._runtime.closing import await_collected, give_up
+from ._runtime.closing import close_unreachable, give_up
 from ._runtime.coded import Whole
 from ._runtime.escapes import Views
 from ._runtime.forks import watch
@@ -151,8 +150,7 @@ def _start(
         claim.take(options)
     config, hooked = _fit(model, optimizer, options)
     say_slow_dtypes(config["device"], {param["dtype"] for param in config["params"]})
-    gc.collect()  # wrapped models that nobody can reach any more still have frames and files
-    await_collected()
+    close_unreachable()  # they have frames and files
     with all_or_none(options.ranks) as come_so_far:  # nobody reads what is not written yet
         foreign = make_foreign(optimizer)
         if foreign is not None:

@@ -198,31 +198,44 @@ def test_a_handler_that_could_not_be_put_back_stays(
 # The process --------------------------------------------------------------------------------------
 
 PROGRAM = """
+import gc
 import sys
 import torch
 from process_state import changed, state
 
-torch.ones(2, 2, requires_grad=True).sum().backward()
+def build():
+    model = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(3)])
+    return model, torch.optim.AdamW(model.parameters())
+
+def train(model, optimizer):
+    for _ in range(4):
+        model(torch.ones(4, 64)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+train(*build())
+plain = set(sys.modules)
 before = state()
 import strata
 from strata._profiling import calibrate
-from strata._cli.finetune import picture
-from strata._report import html_report
 
 speeds = {f"{lane}_bytes_s": 1e9 for lane in ("upload", "download", "read", "write")}
 costs = calibrate.typical_costs().replace(update_elements_s=1e9, **speeds)
 calibrate.costs = lambda *_, **__: costs  # that takes seconds
 assert (found := changed(before, state())) == {}, found
-model = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(3)])
-optimizer = torch.optim.AdamW(model.parameters())
+model, optimizer = build()
 before = state()
 memory = {"device": "1MiB", "host": "4MiB", "ssd": "16MiB"}
+looks = gc.get_stats()[2]["collections"]
 model, optimizer = strata.wrap(model, optimizer, memory=memory, ssd_path=sys.argv[1])
+assert gc.get_stats()[2]["collections"] == looks  # at everything: no other model was wrapped
 assert (found := changed(before, state())) == {}, found
-for _ in range(4):
-    model(torch.ones(4, 64)).sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
+train(model, optimizer)
+others = {name for name in sys.modules if name.split(".")[0] not in ("strata", "safetensors")}
+assert others <= plain, others - plain  # what takes long to import
+from strata._cli.finetune import picture
+from strata._report import html_report
+
 assert "svg" in html_report.page(strata.report(model))
 step = {"seconds": 1.0, "loss": 1.0, "strata_host_gib": 1.0}
 from functools import partial

@@ -288,6 +288,23 @@ def test_collected_with_the_model(core: ModuleType) -> None:
     assert closed
 
 
+def test_what_nobody_can_reach_ends_ahead_of_the_next_session(
+    core: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has frames and files, and Python would look for it later."""
+    model, optimizer = tight(build(llama))
+    alive = weakref.ref(model.__dict__["_strata"])
+    begins, seen = core.Session, []
+    monkeypatch.setattr(core, "Session", lambda *args: seen.append(alive()) or begins(*args))
+    gc.disable()
+    try:
+        del model, optimizer
+        tight(build(llama))
+    finally:
+        gc.enable()
+    assert seen == [None]
+
+
 @pytest.mark.parametrize("end", ["unwrap", "collect"])
 def test_what_is_recorded_ends_with_the_model(core: ModuleType, end: str) -> None:
     """Nobody else could profile any more, and every allocation would be noted for ever."""

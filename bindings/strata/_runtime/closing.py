@@ -2,7 +2,7 @@
 
     close = close_behind(state, Ending(session, landings, recorder, ...))
     close()                     # now; nothing the second time
-    await_collected()           # what was collected so far is closed
+    close_unreachable()         # those whose models nobody can reach any more, too
 
 Threads: Python may collect a model on any of them.
 
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
 import logging
 import os
 import sys
@@ -98,6 +99,7 @@ def give_up(session: _core.Session) -> None:
         session.leave_ranks(gives_up=True)
 
 
+_any_before = False  # in this process, or in the one that it was forked from
 _open: dict[object, tuple[Ending, weakref.ref[Any]]] = {}
 _collected: dict[threading.Thread, Ending] = {}  # which these threads run
 
@@ -105,6 +107,8 @@ _collected: dict[threading.Thread, Ending] = {}  # which these threads run
 def close_behind(state: Any, ending: Ending) -> Callable[[], None]:
     """Runs it once: when `state` goes, at a call, or at the interpreter's exit. REQUIRES: nothing
     of it leads to `state`."""
+    global _any_before
+    _any_before = True
     key = object()
 
     def close() -> None:
@@ -142,8 +146,11 @@ def _collect(key: object) -> None:
         _open[key] = found
 
 
-def await_collected() -> None:
-    """Returns when all sessions whose models were collected are closed, and room is there again."""
+def close_unreachable() -> None:
+    """Returns when all sessions are closed whose models nobody can reach any more, and what else
+    of strata's nobody can reach has given up its room and files."""
+    if _any_before:  # a look at all that was imported takes longer than to wrap a small model
+        gc.collect()
     for thread in list(_collected):
         thread.join(PATIENCE_S)
         if thread.is_alive():
