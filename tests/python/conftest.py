@@ -145,7 +145,7 @@ def quick_costs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.fixture(scope="session")
-def ranks() -> Iterator[Ranks]:
+def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
     """What starts the ranks of all tests."""
-    with Ranks() as server:
+    with Ranks(quick="not thorough" in request.config.getoption("-m")) as server:
         yield server

@@ -8,7 +8,10 @@ with Ranks() as ranks:
     outcomes = run.wait()                           # .value, .code, .error, .seconds, by rank
 
 A server imports everything once and forks the ranks of each run, so a run takes a fraction of a
-second to begin. What a rank ends with, an exception too, it ends with as any Python process does.
+second to begin. What a rank ends with, an exception too, it ends with as any Python process does;
+but a quick one leaves once its threads have ended and what is registered for the exit has run. The
+interpreter would then take down each module that the server imported, which takes longer than most
+scenarios and copies all that ranks share.
 
 Ranks meet as those of torchrun do, over a store that outlives them. A file would not do: a rank
 that is killed while it writes leaves half a record, which torch's FileStore never ends reading.
@@ -16,6 +19,7 @@ that is killed while it writes leaves half a record, which torch's FileStore nev
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import faulthandler
 import gc
@@ -38,6 +42,7 @@ from torch import distributed
 
 TIMEOUT_S = 150.0
 SAYS_S = 0.5  # what it takes to say where it hangs
+_codes: list[int] = []  # what this rank ends with, if it leaves quickly
 
 
 @dataclass
@@ -108,9 +113,9 @@ class Run:
 
 
 class Ranks:
-    """The server, and what was started by it."""
+    """The server, and what was started by it. `quick`: how ranks end, see above."""
 
-    def __init__(self) -> None:
+    def __init__(self, quick: bool = False) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="rank-tests-")
         self.temporary = Path(self._folder.name) / "tmp"  # where ranks make theirs
         self.temporary.mkdir()
@@ -123,7 +128,9 @@ class Ranks:
         }
         environment.pop("XDG_RUNTIME_DIR", None)
         self._server = subprocess.Popen(
-            [sys.executable, __file__], stdin=subprocess.PIPE, env=environment
+            [sys.executable, __file__, *(["quick"] if quick else [])],
+            stdin=subprocess.PIPE,
+            env=environment,
         )
 
     def __enter__(self) -> Ranks:
@@ -182,7 +189,24 @@ def _write(path: Path, value: Any) -> None:
     path.with_suffix(".part").rename(path)
 
 
+def _leave_quickly() -> None:
+    """Called by Python at the exit, after everything that strata has registered for it."""
+    for code in _codes:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
 def _be_rank(order: dict[str, Any], rank: int) -> None:
+    try:
+        _run_scenario(order, rank)
+    except Exception:  # SystemExit and Ctrl-C end a process in ways of their own
+        _codes.append(1)
+        raise
+    _codes.append(0)
+
+
+def _run_scenario(order: dict[str, Any], rank: int) -> None:
     import rank_scenarios
     import torch
     from machine_disks import hide_others
@@ -210,7 +234,9 @@ def _be_rank(order: dict[str, Any], rank: int) -> None:
     _write(folder / f"rank-{rank}.json", value)
 
 
-def _serve() -> None:
+def _serve(quick: bool) -> None:
+    if quick:
+        atexit.register(_leave_quickly)  # what is registered first runs last
     # For all ranks: what torch imports with the first optimizer takes longer than most runs.
     import rank_scenarios  # noqa: F401
     import strata._api  # noqa: F401
@@ -273,4 +299,4 @@ def _reap(
 
 
 if __name__ == "__main__":
-    _serve()
+    _serve(quick=sys.argv[1:] == ["quick"])
