@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +20,7 @@ from ._config.budgets import gradients_rest, tier_budgets
 from ._config.choices import AS_IS
 from ._config.frozen import Frozen
 from ._config.options import Options
+from ._config.paths import AnyPath
 from ._config.ranks import ranks_on_paper
 from ._config.sharding import give_back, take_shards, trains_alone
 from ._config.sizes import Size
@@ -46,7 +46,7 @@ def wrap(
     optimizer: torch.optim.Optimizer,
     *,
     memory: Mapping[str, Size] | None = None,
-    ssd_path: str | Path | Sequence[str | Path] | None = None,
+    ssd_path: AnyPath | Sequence[AnyPath] | None = None,
     dtype: torch.dtype | None = None,
     update: Update = "on_step",
     state_dtype: torch.dtype | str = torch.float32,
@@ -58,7 +58,7 @@ def wrap(
     page_size: Size = "auto",
     io_engine: str = "auto",
     workers: int | None = None,
-    weights: str | Path | None = None,
+    weights: AnyPath | None = None,
     seed: int = 0,
     init_device: str | torch.device = "cpu",
     activations: str | None = "auto",

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import NoneType
@@ -26,6 +27,7 @@ from .choices import (
 )
 from .frozen import Frozen, check_frozen
 from .managed import DTYPE_NAMES, dtype_names
+from .paths import AnyPath, as_path, is_path
 from .ranks import RANK_GRADIENTS, TIMEOUT_MAX_S, Ranks
 from .sizes import Size, parse_size
 from .units import Chosen
@@ -60,7 +62,7 @@ class Options:
     """The keywords of strata.wrap(), which documents them."""
 
     memory: Mapping[str, Size] | None = None
-    ssd_path: str | Path | Sequence[str | Path] | None = None
+    ssd_path: AnyPath | Sequence[AnyPath] | None = None
     dtype: torch.dtype | None = None
     update: Update = "on_step"
     state_dtype: torch.dtype | str = torch.float32
@@ -72,7 +74,7 @@ class Options:
     page_size: Size = "auto"
     io_engine: str = "auto"
     workers: int | None = None
-    weights: str | Path | None = None
+    weights: AnyPath | None = None
     seed: int = 0
     init_device: str | torch.device = "cpu"
     activations: str | None = "auto"
@@ -110,6 +112,8 @@ class Options:
                 f"{self.gradient_accumulation_steps}"
             )
         check_snapshots(self.snapshots, self.ssd_paths())
+        if self.weights is not None:
+            as_path(self.weights, "weights")
         check_frozen(self.frozen)
         check_choice("rank_gradients", self.rank_gradients, RANK_GRADIENTS)
         check_choice("rank_gathers", self.rank_gathers, RANK_GATHERS)
@@ -136,13 +140,15 @@ class Options:
         """The SSD folders, absolute."""
         if self.ssd_path is None:
             return []
-        paths = [self.ssd_path] if isinstance(self.ssd_path, str | Path) else list(self.ssd_path)
-        if not all(map(str, paths)):
-            raise ValueError("ssd_path is empty: give a folder on the disk to use, or None")
-        for path in paths:
-            if not Path(path).exists():
+        given: Any = self.ssd_path
+        paths = []
+        for each in [given] if is_path(given) or not isinstance(given, Iterable) else given:
+            paths.append(path := as_path(each, "ssd_path"))
+            if not os.fspath(each):
+                raise ValueError("ssd_path is empty: give a folder on the disk to use, or None")
+            if not path.exists():
                 raise FileNotFoundError(f"ssd_path: there is no folder {path}; make it first")
-        return [str(Path(path).absolute()) for path in paths]
+        return [str(path.absolute()) for path in paths]
 
     def shared_by(self) -> int:
         """Ranks among which the machine's host memory, SSD and processors are shared."""

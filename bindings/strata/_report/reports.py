@@ -23,6 +23,7 @@ from .. import _core
 from .._config.choices import HOST
 from .._config.conforms import conforms
 from .._config.machine import processor_name, processors
+from .._config.paths import AnyPath, as_path
 from .._config.sizes import format_size
 from .._profiling import timeline
 from .._profiling.timeline import StepRecord
@@ -195,19 +196,20 @@ class Report:
             plain[name] = struct and struct.to_dict()
         return plain
 
-    def save(self, path: str | Path) -> None:
+    def save(self, path: AnyPath) -> None:
         """Writes it as JSON, for `strata report`."""
-        Path(path).write_text(json.dumps({"format": FORMAT, **self.to_dict()}))
+        as_path(path).write_text(json.dumps({"format": FORMAT, **self.to_dict()}))
 
     @staticmethod
-    def load(path: str | Path) -> Report:
+    def load(path: AnyPath) -> Report:
         """What save() wrote. Raises ValueError for any other file."""
+        file = as_path(path)
         try:
-            values = json.loads(Path(path).read_text())
+            values = json.loads(file.read_text())
         except (ValueError, RecursionError) as error:
-            raise ValueError(f"{path} is no report: {error}") from error
+            raise ValueError(f"{file} is no report: {error}") from error
         if not isinstance(values, dict) or values.pop("format", None) != FORMAT:
-            raise ValueError(f"{path} is no report of this version of strata")
+            raise ValueError(f"{file} is no report of this version of strata")
         try:
             values["tiers"] = {k: TierUse(**v) for k, v in values["tiers"].items()}
             values["peaks"] = {k: PlannedPeak(**v) for k, v in values["peaks"].items()}
@@ -227,7 +229,7 @@ class Report:
                 raise ValueError("a value is of another type")
             str(report)  # numbers that are none cannot be shown
         except (ArithmeticError, LookupError, TypeError, ValueError, AttributeError) as error:
-            raise ValueError(f"{path} is a damaged report: {error!s:.200}") from error
+            raise ValueError(f"{file} is a damaged report: {error!s:.200}") from error
         return report
 
     def __str__(self) -> str:

@@ -66,7 +66,7 @@ Progress = Callable[[int, int], None]
 """Called with the bytes done and the bytes in all."""
 
 
-def load(model: nn.Module, path: str | Path, *, progress: Progress | None = None) -> dict[str, Any]:
+def load(model: nn.Module, path: Path, *, progress: Progress | None = None) -> dict[str, Any]:
     """Continues from a checkpoint: weights, moments, steps, hyperparameters, buffers, randomness.
 
     Budgets, page size and disks may differ from those of the run that saved it. Returns `extra`.

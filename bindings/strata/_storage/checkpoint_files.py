@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, Self
 
+from .._config.paths import AnyPath, as_path
 from .._core import Hasher
 from .replacing import (
     WorkFolder,
@@ -287,9 +288,9 @@ def complete_at(path: Path) -> Path | None:
     return _newest(work / OLD_NAME for work in work_folders(path.parent, path.name))
 
 
-def find(path: str | Path) -> Path | None:
+def find(path: AnyPath) -> Path | None:
     """The folder to load when asked for `path`, or None where there is no complete checkpoint."""
-    path = Path(os.path.realpath(path))
+    path = Path(os.path.realpath(as_path(path)))
     if (path / MANIFEST_NAME).is_file():
         return path
     works = work_folders(path.parent, path.name)

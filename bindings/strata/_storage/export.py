@@ -38,6 +38,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from .._config.managed import DTYPE_NAMES, is_of_peft
+from .._config.paths import AnyPath, as_path
 from .._runtime.wrapped import Wrapped, wrapped
 from .exported import exported
 from .replacing import (
@@ -59,7 +60,7 @@ SHARD_BYTES = 256 << 20
 
 def export_safetensors(
     model: nn.Module,
-    path: str | Path,
+    path: AnyPath,
     *,
     dtype: torch.dtype | None = None,
     shard_bytes: int = SHARD_BYTES,
@@ -102,12 +103,12 @@ def export_safetensors(
     if has_adapters(model) and not merge:
         if dtype is not None:
             raise ValueError(f"adapters are written as they are computed with, not as {dtype}")
-        cast(Any, model).save_pretrained(str(path))
+        cast(Any, model).save_pretrained(str(as_path(path)))
         return
     tensors = exported(state, dtype, merge)
     shards = list(_shards({name: t.nbytes for name, t in tensors.items()}, shard_bytes))
     files: dict[str, str] = {}
-    with replace_export(Path(path)) as folder:
+    with replace_export(as_path(path)) as folder:
         for number, names in enumerate(shards, start=1):
             file = f"model-{number:05}-of-{len(shards):05}.safetensors"
             file = SINGLE_NAME if len(shards) == 1 else file

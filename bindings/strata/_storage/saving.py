@@ -34,6 +34,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from .._config.paths import AnyPath, as_path
 from .._errors import StrataError
 from .._optim.groups import moments_of
 from .._runtime.wrapped import Wrapped, wrapped
@@ -86,7 +87,7 @@ class SaveHandle:
 
 def save(
     model: nn.Module,
-    path: str | Path,
+    path: AnyPath,
     *,
     wait: bool = True,
     extra: dict[str, Any] | None = None,
@@ -168,14 +169,14 @@ def _steps_of(state: Wrapped, param: int) -> int:
     return state.session.param_step(param) if counts else 0
 
 
-def _check(state: Wrapped, path: str | Path, extra: dict[str, Any] | None) -> Path:
+def _check(state: Wrapped, path: AnyPath, extra: dict[str, Any] | None) -> Path:
     """The folder to be written. Raises where the state, or what is there, is no such."""
     state.check_parameters()
     state.hooks.reset()
     state.refuse_half_step("save()")
     if not isinstance(extra, dict | None):
         raise TypeError(f"extra must be a dictionary or None, not {extra!r:.60}")
-    path = Path(os.path.realpath(path))
+    path = Path(os.path.realpath(as_path(path)))
     check_replaceable(path)
     if links_at(path) is not None:
         raise CheckpointError(f"{path} is a snapshot, and no checkpoint; not replacing it")

@@ -24,6 +24,7 @@ from typing import Any
 
 from torch import nn
 
+from .._config.paths import AnyPath, as_path
 from .._errors import StrataError
 from .._runtime.wrapped import Wrapped, wrapped
 from .durability import Durability
@@ -85,7 +86,7 @@ class SnapshotHandle:
 
 
 def snapshot(
-    model: nn.Module, path: str | Path, *, keep: int = 2, extra: dict[str, Any] | None = None
+    model: nn.Module, path: AnyPath, *, keep: int = 2, extra: dict[str, Any] | None = None
 ) -> SnapshotHandle:
     """Keeps the state of now while training goes on: parameters and moments behind the updates of
     the last optimizer.step(), and the gradients that have landed since, in the middle of an
@@ -132,16 +133,16 @@ def snapshot(
         RuntimeError: Where parameters are of two states, or the model has others than when it was
             wrapped, or other persistent buffers than at its first snapshot.
     """
-    return _begin(model, Path(path), keep, keep, extra)
+    return _begin(model, as_path(path), keep, keep, extra)
 
 
 def snapshot_alone(
-    model: nn.Module, path: str | Path, extra: dict[str, Any] | None = None
+    model: nn.Module, path: AnyPath, extra: dict[str, Any] | None = None
 ) -> SnapshotHandle:
     """As snapshot(), the only one of its series. Whoever asks removes it, on rank 0:
     remove_snapshot(). Ranks of several machines wait for each other."""
     drop_removed(model)
-    return _begin(model, Path(path), 1, 0, extra)
+    return _begin(model, as_path(path), 1, 0, extra)
 
 
 def drop_removed(model: nn.Module) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 
 from torch import nn
 
+from .._config.paths import AnyPath, as_path
 from .._runtime.wrapped import Wrapped, wrapped
 from . import checkpoint
 from .checkpoint import Meter, Progress
@@ -35,7 +36,7 @@ from .together import Together
 log = logging.getLogger("strata")
 
 
-def load(model: nn.Module, path: str | Path, *, progress: Progress | None = None) -> dict[str, Any]:
+def load(model: nn.Module, path: AnyPath, *, progress: Progress | None = None) -> dict[str, Any]:
     """Continues from a snapshot or a checkpoint: weights, moments, steps, hyperparameters, buffers,
     randomness.
 
@@ -58,6 +59,7 @@ def load(model: nn.Module, path: str | Path, *, progress: Progress | None = None
     everything else is refused, on all ranks, until a load has come to its end.
     """
     state = wrapped(model)
+    place = as_path(path)
     together = Together.of(state, "strata.load()")
     with together.phase():
         if state.snapshots is not None:  # what is under way may be what is asked for, or remove it
@@ -66,9 +68,9 @@ def load(model: nn.Module, path: str | Path, *, progress: Progress | None = None
             state.snapshots.holder.finish()
     if together.machines:
         taker_of(state).tidy(together)  # which may find the newest one
-    snapshot = _find(state, Path(os.path.realpath(path)), together)
+    snapshot = _find(state, Path(os.path.realpath(place)), together)
     if snapshot is None:
-        return checkpoint.load(model, path, progress=progress)
+        return checkpoint.load(model, place, progress=progress)
     return _load_snapshot(state, snapshot, progress, together)
 
 

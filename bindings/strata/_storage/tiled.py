@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .._config.paths import AnyPath, as_path
 from .._errors import listed
 from .._runtime.wrapped import Wrapped
 from ..nn.replace import tile
@@ -30,7 +31,7 @@ log = logging.getLogger("strata")
 
 
 def tile_as(
-    model: nn.Module, path: str | Path, optimizer: torch.optim.Optimizer | None = None
+    model: nn.Module, path: AnyPath, optimizer: torch.optim.Optimizer | None = None
 ) -> dict[str, int]:
     """Cuts layers into tiles as they were in the run that saved `path`, so that a run under other
     budgets goes on with the same bits. Call it before strata.wrap().
@@ -48,6 +49,7 @@ def tile_as(
         CheckpointError: there is none that is complete, or it is damaged.
         ValueError: the model has no such layer, it is cut already, or the model is wrapped.
     """
+    path = as_path(path)
     folder = find(path)
     if folder is None:
         newest = snapshots_of(Path(os.path.realpath(path)))

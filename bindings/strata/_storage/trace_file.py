@@ -30,13 +30,13 @@ import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from .. import _core
 from .._config import device, machine
+from .._config.paths import AnyPath, as_path
 from .._runtime.wrapped import wrapped
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ class TraceFile:
     origin: Origin
 
 
-def save(path: str | Path, trace: Trace, origin: Origin | None = None) -> None:
+def save(path: AnyPath, trace: Trace, origin: Origin | None = None) -> None:
     """Writes the file, complete or not at all. Raises ValueError for a trace that contradicts
     itself."""
     _check(trace)
@@ -92,7 +92,7 @@ def save(path: str | Path, trace: Trace, origin: Origin | None = None) -> None:
         lines.append(
             f'{json.dumps(name)}: {{"fields": {json.dumps(list(fields))}, "rows": [\n  {table}]}}'
         )
-    target = Path(path)
+    target = as_path(path)
     partial = target.with_name(f"{target.name}.{os.getpid()}")
     try:
         partial.write_text("{" + ",\n".join(lines) + "}\n")
@@ -101,7 +101,7 @@ def save(path: str | Path, trace: Trace, origin: Origin | None = None) -> None:
         partial.unlink(missing_ok=True)
 
 
-def save_trace(model: nn.Module, path: str | Path) -> None:
+def save_trace(model: nn.Module, path: AnyPath) -> None:
     """Saves the recorded step of a wrapped model, for `strata plan --trace`.
 
     Raises ValueError where none was recorded: strata.wrap() needs activations=, and a step has to
@@ -121,26 +121,27 @@ def save_trace(model: nn.Module, path: str | Path) -> None:
     save(path, planning.current.trace, origin)
 
 
-def load(path: str | Path) -> TraceFile:
+def load(path: AnyPath) -> TraceFile:
     """Reads and checks a file. Raises ValueError saying what is wrong with it, OSError where it
     cannot be read."""
+    file = as_path(path)
     try:
-        content = json.loads(Path(path).read_text())
+        content = json.loads(file.read_text())
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not a strata trace: it is not text") from error
+        raise ValueError(f"{file} is not a strata trace: it is not text") from error
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is cut off, or not a strata trace: {error}") from error
+        raise ValueError(f"{file} is cut off, or not a strata trace: {error}") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise ValueError(f"{path} is not a strata trace: its format is not {FORMAT!r}")
+        raise ValueError(f"{file} is not a strata trace: its format is not {FORMAT!r}")
     if content.get("version") != VERSION:
         raise ValueError(
-            f"{path} is a strata trace of version {content.get('version')}; this strata reads "
+            f"{file} is a strata trace of version {content.get('version')}; this strata reads "
             f"version {VERSION}: record it again"
         )
     try:
         return _parse(content)
     except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
+        raise ValueError(f"{file}: {error}") from error
 
 
 def _parse(content: dict[str, Any]) -> TraceFile:

@@ -21,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from .._config.choices import INIT
+from .._config.paths import AnyPath, as_path
 from .._config.sizes import format_count
 from .._errors import listed
 from .._runtime.ready_codes import ReadyCodes
@@ -44,7 +45,7 @@ def load(
     model: nn.Module,
     write: Write,
     *,
-    weights: str | Path | None = None,
+    weights: AnyPath | None = None,
     seed: int = 0,
     device: str | torch.device = "cpu",
 ) -> None:
@@ -83,7 +84,7 @@ def load(
         source.close()
 
 
-def check_values(model: nn.Module, weights: str | Path | None) -> None:
+def check_values(model: nn.Module, weights: AnyPath | None) -> None:
     """Raises ValueError where a model would train on values that nobody asked for.
 
     `weights` as wrap() takes it: None: the model has values; INIT: none of it has; or a path.
@@ -111,7 +112,7 @@ def check_values(model: nn.Module, weights: str | Path | None) -> None:
         )
 
 
-def said_of(weights: str | Path | None, seed: int, device: str | torch.device) -> dict[str, str]:
+def said_of(weights: AnyPath | None, seed: int, device: str | torch.device) -> dict[str, str]:
     """What a rank says of where values come from, by what it is called: for people, and another
     where they are others. Files are looked at, and not read. Raises as WeightFiles."""
     if weights is None:
@@ -120,7 +121,7 @@ def said_of(weights: str | Path | None, seed: int, device: str | torch.device) -
     if weights == INIT:
         return {"weights": INIT} | drawn
     sizes, samples = [], hashlib.sha256()
-    for path in _weight_files(Path(weights)):
+    for path in _weight_files(as_path(weights, "weights")):
         with path.open("rb") as file:
             sizes.append(os.fstat(file.fileno()).st_size)
             for i in range(SAMPLES):
@@ -135,9 +136,9 @@ class WeightFiles:
     Use from one thread. Holds the files open until close().
     """
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: AnyPath) -> None:
         """Opens `path`. Raises FileNotFoundError or ValueError, naming the file."""
-        self.path = Path(path)
+        self.path = as_path(path, "weights")
         self._files: dict[Path, Any] = {}
         self._file_of: dict[str, Path] = {}
         for file in _weight_files(self.path):

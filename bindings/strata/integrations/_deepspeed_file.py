@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
+from .._config.paths import AnyPath, as_path, is_path
 from .._errors import nearest
 from ._deepspeed_keys import FORMER, KEYS, NOT_NEEDED, SECTIONS, known
 from ._deepspeed_optim import STEPS
@@ -38,25 +38,26 @@ PARAMS_FROM_ARGUMENTS: dict[str, dict[str, tuple[str, ...]]] = {
 WARMUP_STEPS = "warmup_num_steps"  # known, as STEPS, when the length of the run is
 
 
-def values(config: str | Path | Mapping[str, Any], args: Any | None) -> dict[str, Any]:
+def values(config: AnyPath | Mapping[str, Any], args: Any | None) -> dict[str, Any]:
     """Values by their dotted keys. Raises as from_deepspeed() says."""
     given = _flat(_read(config))
     _resolve(given, args)
     return given
 
 
-def _read(config: str | Path | Mapping[str, Any]) -> Mapping[str, Any]:
+def _read(config: AnyPath | Mapping[str, Any]) -> Mapping[str, Any]:
     if isinstance(config, Mapping):
         return config
-    if not isinstance(config, str | Path):
+    if not is_path(config):
         raise TypeError(f"config must be a path or a dictionary, not {type(config).__name__}")
-    text = Path(config).read_text(encoding="utf-8")
+    file = as_path(config, "config")
+    text = file.read_text(encoding="utf-8")
     try:
         found = json.loads(text, object_pairs_hook=_once)
     except json.JSONDecodeError as error:
-        raise ValueError(f"{config} is no JSON (comments are none either): {error}") from error
+        raise ValueError(f"{file} is no JSON (comments are none either): {error}") from error
     if not isinstance(found, dict):
-        raise TypeError(f"{config} holds a {type(found).__name__}, not a dictionary")
+        raise TypeError(f"{file} holds a {type(found).__name__}, not a dictionary")
     return found
 
 

@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from .._config.launched import processes_started
+from .._config.paths import AnyPath
 from .._errors import nearest
 from ..optim import GradScaler
 from ._deepspeed_file import AUTO, WARMUP_STEPS, values
@@ -127,7 +127,7 @@ class WrapKeywords(dict[str, Any]):
         return "\n".join(lines)
 
 
-def from_deepspeed(config: str | Path | Mapping[str, Any], args: Any | None = None) -> WrapKeywords:
+def from_deepspeed(config: AnyPath | Mapping[str, Any], args: Any | None = None) -> WrapKeywords:
     """Reads a DeepSpeed configuration. Prints what becomes of every key: honoured, not needed here
     and why, or refused.
 
