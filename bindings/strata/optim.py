@@ -83,11 +83,13 @@ class GradScaler(torch.amp.GradScaler):
         if record["stage"] is OptState.STEPPED:
             raise RuntimeError("step() has already been called since the last update()")
         if record["stage"] is OptState.UNSCALED:
-            return super().step(optimizer)
-        optimizer.step(loss_scale=self.get_scale())
-        # update() reads it there.
-        found = torch.full((), float(not optimizer.last_finite), device=scale.device)
-        record["found_inf_per_device"] = {scale.device: found}
+            found = [each.item() for each in record["found_inf_per_device"].values()]
+            optimizer.step(overflowed=any(found))
+        else:
+            optimizer.step(loss_scale=self.get_scale())
+            # update() reads it there.
+            overflowed = torch.full((), float(not optimizer.last_finite), device=scale.device)
+            record["found_inf_per_device"] = {scale.device: overflowed}
         record["stage"] = OptState.STEPPED
         return None
 

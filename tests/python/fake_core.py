@@ -234,13 +234,12 @@ class Session(Saves, Alone):
         max_unit_norm: float = 0.0,
         squares: float | None = None,
     ) -> dict[str, Any]:
-        assert squares is None  # of shards, which have a real core
         self._open()
         whole = max_norm > 0 or skip_nonfinite or grad_divisor != 1  # all gradients are needed
         assert not (whole and self.config["update"] == "in_backward")
         assert not (skip_nonfinite and self.config["max_staleness"])
         scale = 1.0 / grad_divisor
-        norm = grad_norm(self.params, scale)
+        norm = grad_norm(self.params, scale) if squares is None else squares**0.5 * scale
         finite = norm < float("inf")
         if max_norm > 0:
             scale *= clip(norm, max_norm)

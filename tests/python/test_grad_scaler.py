@@ -93,6 +93,28 @@ def everything(model: nn.Module, optimizer: Any) -> list[torch.Tensor]:
     return [state.read(i, kind) for i in range(len(state.params)) for kind in kinds]
 
 
+def test_what_is_skipped_after_unscale_counts_as_well(core: ModuleType) -> None:
+    counts = []
+    for unscales in (False, True):
+        model, optimizer = tight(branches())
+        scaler = strata.GradScaler("cpu", init_scale=2.0**10)
+        for loudness in (512.0, 16384.0, 512.0):
+            before = everything(model, optimizer)
+            scaler.scale(model(data(0), loudness=loudness)).backward()
+            if unscales:
+                scaler.unscale_(optimizer)
+                for p in model.parameters():  # the step is skipped all the same, as in torch
+                    p.grad = torch.nan_to_num(p.grad, posinf=0.0, neginf=0.0)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            pairs = zip(before, everything(model, optimizer), strict=True)
+            assert all(torch.equal(a, b) for a, b in pairs) == (loudness > 512.0)
+        report = strata.report(model)
+        counts.append((report.steps, report.steps_skipped, report.steps_nonfinite))
+    assert counts == [(3, 1, 1)] * 2
+
+
 @pytest.mark.parametrize("gradient_accumulation_steps", [1, 2])
 def test_an_overflow_in_one_unit_skips_the_step_in_all(
     core: ModuleType, gradient_accumulation_steps: int

@@ -12,6 +12,7 @@ wrap() or behind it: they are in the same dictionaries.
 from __future__ import annotations
 
 import copy
+import math
 from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
@@ -107,12 +108,18 @@ class StrataOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(
-        self, closure: Callable[[], Any] | None = None, *, loss_scale: float | None = None
+        self,
+        closure: Callable[[], Any] | None = None,
+        *,
+        loss_scale: float | None = None,
+        overflowed: bool = False,
     ) -> Any:
         """Starts the update of every parameter whose gradient has landed, and returns at once.
 
         loss_scale: what the loss was multiplied by; strata.GradScaler passes it. Gradients are
         divided by it, and nothing is updated where one of them is infinite or NaN.
+        overflowed: one of them was when strata.GradScaler divided them: nothing is updated,
+        whatever they are now.
         """
         if loss_scale is not None:
             self.check_loss_scale()
@@ -136,9 +143,9 @@ class StrataOptimizer(torch.optim.Optimizer):
             groups,
             self._max_grad_norm,
             loss_scale or 1.0,
-            self._skip_nonfinite or loss_scale is not None,
+            self._skip_nonfinite or loss_scale is not None or overflowed,
             self.max_unit_norm,
-            state.gradients.totals.of_all(),
+            math.inf if overflowed else state.gradients.totals.of_all(),
         )
         state.steps.note(result)
         if state.planning is None:
