@@ -2,8 +2,8 @@
 
 Knows wrapped models. Must not know hooks, plans or reports.
 In reading order: stored, weights, matching, conversion, initialise, adapters (values that come in);
-replacing, checkpoint, checkpoint_files, checkpoint_manifest, rng, export, exported, parameters,
-merged, tiled (files that take the place of others); saved_file (the files of others); together,
+replacing, checkpoint, checkpoint_files, checkpoint_manifest, rng, saved_values, export,
+exported, parameters, merged, tiled (files that take the place of others); saved_file (the files of others); together,
 rank_board, rank_calls (what ranks do together); snapshot, snapshot_writer, snapshot_parts,
 snapshot_machines, snapshot_files, snapshot_links, snapshot_series, durability, snapshot_load,
 snapshot_adopt, snapshot_source, snapshot_elements (what is kept while training goes on); shards,

@@ -17,7 +17,8 @@ Format, version 1, which was written until version 2. A checkpoint is a folder o
                                  was cut into, which older ones do not say}],
                     "buffers": [{"name", "shape", "tensors"}],
                         where tensors is [{"kind", "dtype", "offset", "bytes", "xxh3_64"}]
-                    "groups":  the optimizer's parameter groups without their parameters,
+                    "groups":  the optimizer's parameter groups without their parameters; keys that
+                               are no options of its class as saved_values.py has them,
                     "rng":     the states of torch (CPU, CUDA), random and numpy,
                     "extra":   what the caller gave, as extras.py has it}
 
@@ -55,6 +56,7 @@ from .checkpoint_files import (
 )
 from .checkpoint_manifest import check, merged
 from .extras import from_json
+from .saved_values import to_plain
 from .stored import StoredTensor, persistent_buffers, stored_tensors
 from .tiled import say_of_tiles
 from .together import Together, keeper_of, owned
@@ -84,7 +86,7 @@ def load(model: nn.Module, path: Path, *, progress: Progress | None = None) -> d
                 raise CheckpointError(f"no complete checkpoint at {path}")
             file = stack.enter_context(TensorReader(folder))
             manifest = file.manifest
-            check(manifest, model_layout(state) | {"groups": plain_groups(state)}, str(folder))
+            check(manifest, wanted_of(state), str(folder))
             say_of_tiles(state, manifest, folder)
             groups = merged_groups(state, manifest["groups"], folder)
             tensors = stored_tensors(model)
@@ -130,9 +132,10 @@ def said_by(manifest: dict[str, Any], together: Together) -> dict[str, Any]:
 
 def restore_context(state: Wrapped, groups: list[dict[str, Any]], states: dict[str, Any]) -> None:
     """Hyperparameters, and random states as rng.capture() gave them."""
+    options = state.optimizer.defaults
     for group, new in zip(state.optimizer.param_groups, groups, strict=True):
         for key, value in new.items():
-            if isinstance(group.get(key), torch.Tensor):
+            if key in options and isinstance(group.get(key), torch.Tensor):
                 group[key].fill_(value)
             else:
                 group[key] = value
@@ -267,17 +270,40 @@ def check_dense(buffers: dict[str, torch.Tensor]) -> None:
 
 
 def plain_groups(state: Wrapped) -> list[dict[str, Any]]:
-    """The parameter groups without their parameters, as JSON values."""
+    """The parameter groups without their parameters, as JSON values. Raises TypeError for what
+    cannot be kept, with its place."""
+    return [
+        options
+        | {
+            key: to_plain(value, f"groups[{i}][{key!r}]")
+            for key, value in group.items()
+            if key not in options and key != "params"
+        }
+        for i, (options, group) in enumerate(
+            zip(_options(state), state.optimizer.param_groups, strict=True)
+        )
+    ]
+
+
+def _options(state: Wrapped) -> list[dict[str, Any]]:
+    """By parameter group: the options of the optimizer's class, in plain numbers."""
 
     def plain(value: Any) -> Any:
         if isinstance(value, tuple):
             return tuple(map(plain, value))
         return value.item() if isinstance(value, torch.Tensor) else value
 
+    known = state.optimizer.defaults
     return [
-        {key: plain(value) for key, value in group.items() if key != "params"}
+        {key: plain(value) for key, value in group.items() if key in known}
         for group in state.optimizer.param_groups
     ]
+
+
+def wanted_of(state: Wrapped) -> dict[str, Any]:
+    """What a manifest has to fit: see check() of checkpoint_manifest.py."""
+    options = list(state.optimizer.defaults)
+    return model_layout(state) | {"groups": _options(state), "options": options}
 
 
 def merged_groups(
@@ -285,8 +311,10 @@ def merged_groups(
 ) -> list[dict[str, Any]]:
     """The hyperparameters to go on with. Raises CheckpointError where they need other moments."""
     optimizer = cast(StrataOptimizer, state.optimizer)
-    groups = [merged(g, s) for g, s in zip(plain_groups(state), saved, strict=True)]
     try:
+        groups = [
+            merged(g, s, optimizer.defaults) for g, s in zip(_options(state), saved, strict=True)
+        ]
         specs = optimizer.group_specs(groups)
     except (ValueError, TypeError, RuntimeError) as error:
         raise CheckpointError(f"the hyperparameters in {folder} do not fit: {error}") from error

@@ -9,25 +9,26 @@ A manifest with a right checksum may still be another program's, or that of a bu
 import math
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
 from .._config.choices import DTYPES
 from .._errors import listed
+from .._optim.groups import FOLLOWED, HARMLESS, UNSUPPORTED
 from .._runtime.coded import GROUP, same_groups
 from ..nn.tiles import tile_rows
 from . import extras, rng
 from .checkpoint_files import SHARDS_VERSION, CheckpointError, sizes_of
+from .saved_values import from_plain
 
 LISTED_MAX = 4  # problems spelled out in one error
 STEPS_MAX = 1 << 53
 DIGEST = re.compile(r"[0-9a-f]{16}")
 
-# Keys that schedulers add to parameter groups; an optimizer may be loaded before it has one.
-SCHEDULER_KEYS = frozenset(
-    {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"}
-)
+# Options of classes that strata knows. Any other key of a parameter group is the user's, or that of
+# a scheduler: it is loaded as it is, as torch does.
+OPTIONS = FOLLOWED | HARMLESS | frozenset(UNSUPPORTED)
 
 
 def check(manifest: dict[str, Any], wanted: dict[str, Any], where: str) -> None:
@@ -74,11 +75,15 @@ def in_tiles(count: int) -> str:
     return "whole" if count == 1 else f"in {count} tiles"
 
 
-def merged(group: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
-    """A parameter group with the saved hyperparameters, in the types that it has."""
-    known = {key: value for key, value in saved.items() if key in group or key in SCHEDULER_KEYS}
+def merged(
+    group: dict[str, Any], saved: dict[str, Any], options: Collection[str]
+) -> dict[str, Any]:
+    """A parameter group with what was saved: `options` of the class, in the types that it has, and
+    keys of the user's, as they were. Raises ValueError where one of these is damaged."""
+    known = {key: value for key, value in saved.items() if key in options}
     tuples = {k: tuple(v) for k, v in known.items() if isinstance(group.get(k), tuple)}
-    return group | known | tuples
+    more = saved.keys() - OPTIONS - {*options, "params"}
+    return group | known | tuples | {k: from_plain(saved[k]) for k in saved if k in more}
 
 
 def _unsound(manifest: dict[str, Any]) -> list[str]:
@@ -182,7 +187,8 @@ def misfits(manifest: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
         )
         return problems
     for i, (group, saved) in enumerate(zip(wanted["groups"], manifest["groups"], strict=True)):
-        problems += [f"groups[{i}]: {problem}" for problem in _misfits_of_group(group, saved)]
+        found_here = _misfits_of_group(group, saved, wanted["options"])
+        problems += [f"groups[{i}]: {problem}" for problem in found_here]
     return problems
 
 
@@ -229,17 +235,19 @@ def _misplaced_in_shards(found: list[tuple[str, dict[str, Any]]], sizes: dict[st
     return ""
 
 
-def _misfits_of_group(group: dict[str, Any], saved: dict[str, Any]) -> list[str]:
+def _misfits_of_group(
+    group: dict[str, Any], saved: dict[str, Any], options: Collection[str]
+) -> list[str]:
     """Hyperparameters that the optimizer has not, lacks, or has in another type."""
     # Versions of torch differ in options that are off.
-    more = [k for k in saved if k not in group and k not in SCHEDULER_KEYS and saved[k]]
-    less = [k for k in group if k not in saved and k not in SCHEDULER_KEYS and group[k]]
+    more = [k for k in saved if k not in options and k in OPTIONS | {"params"} and saved[k]]
+    less = [k for k in options if k not in saved and group.get(k)]
     problems = [f"{key!r} is no option of the optimizer" for key in more]
     problems += [f"{key!r} is missing" for key in less]
     problems += [
         f"{key!r} is {saved[key]!r:.60}, the optimizer's is {group.get(key)!r:.60}"
-        for key in saved
-        if (key in group or key in SCHEDULER_KEYS) and not _fits(saved[key], group.get(key, 0.0))
+        for key in options
+        if key in saved and not _fits(saved[key], group.get(key))
     ]
     return problems
 

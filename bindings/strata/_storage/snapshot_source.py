@@ -99,7 +99,7 @@ class Source:
         for problem in unsound(manifest):
             self._fail(problem)
         try:
-            wanted = checkpoint.model_layout(state) | {"groups": checkpoint.plain_groups(state)}
+            wanted = checkpoint.wanted_of(state)
             problems = misfits(manifest, wanted) + rng.problems(manifest["rng"])
             if not problems:
                 upgrade(manifest)
