@@ -57,8 +57,8 @@ void check_options(const StepOptions& options) {
   }
 }
 
-// Other ranks update what this one holds nothing of. Their steps are counted here as well, so that
-// any rank alone can say how many a parameter has made.
+// Other ranks update what this one holds nothing of, and nobody what has no elements. Their steps
+// are counted here as well, so that any rank alone can say how many a parameter has made.
 void count_elsewhere(const Foundation& base, const std::vector<bool>& landed,
                      const std::vector<Hyper>& groups, Updates& updates) {
   for (std::uint32_t param = 0; param < landed.size(); ++param) {
@@ -176,10 +176,8 @@ StepResult Steps::step(Lock& lock, const std::vector<Hyper>& groups, const StepO
     const Gradients& gradients = parts_.gradients;
     parts_.updates.release(
         {gradients.step(), groups, scales(result.norm, options), gradients.scalings(), all, true});
-    if (parts_.ranks != nullptr) {
-      parts_.ranks->renew(gradients.landed(), gradients.step());
-      count_elsewhere(base, gradients.landed(), groups, parts_.updates);
-    }
+    if (parts_.ranks != nullptr) parts_.ranks->renew(gradients.landed(), gradients.step());
+    count_elsewhere(base, gradients.landed(), groups, parts_.updates);
     parts_.gradients.end_step();
     STRATA_ASSERT(!parts_.gradients.any());
     ++count_;

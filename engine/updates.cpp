@@ -13,6 +13,7 @@ Updates::Updates(Parts parts, std::uint32_t frames_max)
     : layout_(parts.layout),
       owns_(parts.owns),
       config_(parts.config),
+      steps_of_empty_(parts.config.params.size(), 0),
       gate_(parts.gate),
       bell_(parts.bell),
       captures_(parts.captures),
@@ -347,6 +348,7 @@ void Updates::fail(UnitId unit, const std::string& what) {
 }
 
 std::int64_t Updates::step_of(std::uint32_t param) const {
+  if (layout_.numel[param] == 0) return steps_of_empty_[param];
   std::int64_t most = 0;
   for (const Piece& piece : layout_.pieces(param)) {
     for (const ChunkPiece& mine : chunks_[piece.chunk].pieces) {
@@ -357,6 +359,7 @@ std::int64_t Updates::step_of(std::uint32_t param) const {
 }
 
 void Updates::set_step(std::uint32_t param, std::int64_t step) {
+  if (layout_.numel[param] == 0) steps_of_empty_[param] = step;
   for (const Piece& piece : layout_.pieces(param)) {
     for (ChunkPiece& mine : chunks_[piece.chunk].pieces) {
       if (mine.param == param) mine.step = step;

@@ -274,6 +274,8 @@ class Updates final {
   const Layout& layout_;
   const Ownership& owns_;
   const Config& config_;
+  std::vector<std::int64_t>
+      steps_of_empty_;  // by parameter: of those without elements, in no chunk
   Gate& gate_;
   Doorbell& bell_;
   Captures& captures_;

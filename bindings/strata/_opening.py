@@ -58,8 +58,11 @@ def check(model: nn.Module, optimizer: torch.optim.Optimizer, options: Options) 
     """Raises where strata cannot train this model at all, and touches nothing."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"expected a torch.nn.Module, not {type(model).__name__}")
-    if not any(True for _ in model.parameters()):
-        raise ValueError(f"{type(model).__name__} has no parameters: there is nothing to train")
+    if not any(parameter.numel() for parameter in model.parameters()):
+        elements = " with elements" if any(True for _ in model.parameters()) else ""
+        raise ValueError(
+            f"{type(model).__name__} has no parameters{elements}: there is nothing to train"
+        )
     for module in model.modules():
         if module.__dict__.get("_strata") is not None:
             raise ValueError("this model is already wrapped: call strata.unwrap(model) first")

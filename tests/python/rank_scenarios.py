@@ -358,3 +358,19 @@ def refuses(run: Rank, what: str) -> str:
     except (RuntimeError, ValueError) as error:
         return str(error)
     return "nothing"
+
+
+def empty_parameters(run: Rank) -> float:
+    """Parameters without elements train, and their steps are the same after a save and a load."""
+    model = make_model(1)
+    model.register_parameter("rows", nn.Parameter(torch.empty(4, 0)))
+    model, optimizer = wrap(run, model)
+    for step in range(3):
+        (model(batches_of(step)[run.rank]).square().mean() + model.rows.sum()).backward()
+        assert model.rows.grad is not None
+        optimizer.step()
+        optimizer.zero_grad()
+    strata.save(model, run.folder / "saved")
+    optimizer.load_state_dict({**optimizer.state_dict(), "state": {}})
+    strata.load(model, run.folder / "saved")
+    return float(optimizer.state_dict()["state"][0]["step"])

@@ -275,6 +275,8 @@ def _flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 def _on_host(parameter: torch.Tensor) -> torch.Tensor:
     """See Note [Copies of parameters]."""
+    if parameter.numel() == 0:  # numpy gives such an array no strides
+        return parameter.detach().to("cpu", copy=True)
     memory = torch.from_numpy(numpy.empty(parameter.nbytes, numpy.uint8))
     copied = memory.view(parameter.dtype).view(parameter.shape)
     return copied.copy_(parameter.detach())

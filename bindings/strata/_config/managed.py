@@ -56,8 +56,6 @@ def check_parameters(model: nn.Module) -> None:
             raise ValueError(
                 f"parameter {name!r} is {parameter.layout}, which is not supported: make it dense"
             )
-        if parameter.numel() == 0:
-            raise ValueError(f"parameter {name!r} has shape {tuple(parameter.shape)}: no elements")
     _check_memory(model)
 
 

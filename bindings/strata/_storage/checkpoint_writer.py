@@ -88,7 +88,8 @@ class Work:
         tensors = stored_tensors(state.model)
         parts = [0] * len(state.config["params"])
         for i, (tensor, entry) in enumerate(zip(tensors, manifest["params"], strict=True)):
-            entry["step"] = 0
+            # Pages say it of all others.
+            entry["step"] = state.session.param_step(tensor.parts[0]) if tensor.numel == 0 else 0
             for part in tensor.parts:
                 parts[part] = i
         buffers = persistent_buffers(state.model).values()

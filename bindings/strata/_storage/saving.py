@@ -165,7 +165,8 @@ def _steps_of(state: Wrapped, param: int) -> int:
     """That the parameter has made. Ranks that own nothing of it do not know of updates that a late
     one has taken along: 0, and who does says it."""
     ranks = state.ranks
-    counts = ranks is None or owned(state, param, ranks.rank)
+    empty = state.config["params"][param]["numel"] == 0
+    counts = ranks is None or empty or owned(state, param, ranks.rank)
     return state.session.param_step(param) if counts else 0
 
 

@@ -41,6 +41,7 @@ class Context:
     manifest: dict[str, Any]
     buffers: dict[str, torch.Tensor]
     tensors: list[torch.Tensor]
+    empty_steps: dict[str, int]  # by name, of parameters without elements: no page says it
 
 
 @dataclass
@@ -74,7 +75,12 @@ def take_context(
     }
     json.dumps(manifest)  # raises now, and not on the thread
     copies = {name: value.detach().to("cpu", copy=True) for name, value in values.items()}
-    return Context(manifest, copies, tensors)
+    empty_steps = {
+        spec["name"]: state.session.param_step(i)
+        for i, spec in enumerate(state.config["params"])
+        if spec["numel"] == 0
+    }
+    return Context(manifest, copies, tensors, empty_steps)
 
 
 def form_of(state: Wrapped) -> Form:

@@ -226,6 +226,8 @@ class Writer:
             manifest["gradients"] = {"params": gradients, "groups": pages.hypers} | manifest["sums"]
         del manifest["sums"]
         note_steps(manifest, pages.param_steps)
+        for entry in manifest["params"]:
+            entry["step"] = context.empty_steps.get(entry["name"], entry["step"])
         return manifest
 
     def _make_links(self, identity: str = "") -> Links:
