@@ -6,6 +6,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
+import pytest
 import strata
 import torch
 from rank_loops import (
@@ -374,3 +375,19 @@ def empty_parameters(run: Rank) -> float:
     optimizer.load_state_dict({**optimizer.state_dict(), "state": {}})
     strata.load(model, run.folder / "saved")
     return float(optimizer.state_dict()["state"][0]["step"])
+
+
+def optimizer_state(run: Rank) -> list[float]:
+    """Every rank reads the whole state, whatever it owns of it, and edits of one are refused."""
+    model, optimizer = wrap(run, make_model())
+    train(run, model, optimizer, 2)
+    found = [float(optimizer.state[p]["exp_avg"].norm()) for p in model.parameters()]
+    run.meet()
+    told = r"optimizer.load_state_dict\(\) on all ranks"
+    with pytest.raises(RuntimeError, match=told):
+        optimizer.state[model[0][0].weight]["exp_avg"].zero_()
+    with pytest.raises(RuntimeError, match=told):
+        optimizer.state.clear()
+    assert found == [float(optimizer.state[p]["exp_avg"].norm()) for p in model.parameters()]
+    run.meet()
+    return found

@@ -13,9 +13,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections import defaultdict
 from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -24,16 +22,16 @@ from .. import _core
 from .._config.update_modes import check_loss_scale
 from .._errors import StrataError
 from .._optim.foreign import Foreign
-from .._optim.groups import COUNTED, check_options, group_spec, moments_of
-from .loaded_state import check_entry, saved_entries, saved_groups
-from .optimizer_state import Kept, StateTensor, is_there, wait_for_updates, without_others
-from .stand_in import make
+from .._optim.groups import check_options, group_spec
+from .loaded_state import saved_entries, saved_groups
+from .optimizer_pages import StatePages
+from .optimizer_state import OptimizerState, wait_for_updates, without_others
 from .unit import Unit
 from .visits import Change
 from .wrapped import Wrapped
 
 if TYPE_CHECKING:
-    from .._core import GroupSpec, Kind
+    from .._core import GroupSpec
 
 
 # Where torch keeps the hooks of an optimizer.
@@ -65,6 +63,8 @@ def clips_units(state: Wrapped) -> bool:
 class StrataOptimizer(torch.optim.Optimizer):
     """Stands for the optimizer given to wrap(): same groups, same arithmetic, state in pages."""
 
+    _shown: dict[torch.Tensor, dict[str, Any]] | None = None  # while a state dict is made
+
     def __init__(
         self,
         inner: torch.optim.Optimizer,
@@ -77,10 +77,9 @@ class StrataOptimizer(torch.optim.Optimizer):
     ) -> None:
         """`inner` keeps its groups and is asked for nothing else; `foreign` runs its class."""
         # torch's own way to make an optimizer of given parts; its __init__ would copy the list.
-        self.__setstate__(
+        super().__setstate__(
             {
                 "defaults": inner.defaults,
-                "state": defaultdict(dict),
                 "param_groups": inner.param_groups,
                 **{name: getattr(inner, name) for name in _HOOKS},
             }
@@ -93,6 +92,8 @@ class StrataOptimizer(torch.optim.Optimizer):
         # What was laid out for each group.
         self._kept = [foreign.kept(g) for g in inner.param_groups] if foreign is not None else []
         self._wrapped = state
+        self.pages = StatePages(state, inner, foreign, self._kept, self.group_specs)
+        self._state = OptimizerState(self.pages)
         self._max_grad_norm = max_grad_norm or 0.0
         self.max_unit_norm = max_unit_norm or 0.0  # 0: no clipping
         self._skip_nonfinite = skip_nonfinite
@@ -241,6 +242,13 @@ class StrataOptimizer(torch.optim.Optimizer):
             "strata.save(model, path)"
         )
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Raises TypeError, as __reduce_ex__() does."""
+        raise TypeError(
+            "an optimizer that strata.wrap() returned cannot be made of parts: "
+            "optimizer.load_state_dict() takes over a state"
+        )
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Raises: the pages of the optimizer's state were laid out by wrap()."""
         raise RuntimeError("parameter groups cannot be added after strata.wrap()")
@@ -251,14 +259,13 @@ class StrataOptimizer(torch.optim.Optimizer):
         a time, by torch.save too. Moments are float32, on the CPU. One that is changed in place
         becomes a copy, which load_state_dict() takes over."""
         wait_for_updates(self._wrapped)
+        members = self.pages.members().items()
+        shown = {parameter: self.pages.shown(index, live=False) for parameter, index in members}
+        self._shown = {parameter: entry for parameter, entry in shown.items() if entry}
         try:
-            for group in self.param_groups:
-                for parameter in group["params"]:
-                    if entry := self._shown_state(parameter, group):
-                        self.state[parameter] = entry
             return super().state_dict()
         finally:
-            self.state.clear()
+            self._shown = None
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes over what `state_dict()` of this or of the plain torch optimizer returned. Raises
@@ -286,12 +293,12 @@ class StrataOptimizer(torch.optim.Optimizer):
         ]
         trained = [e for e in entries if state.config["params"][e[0]]["trainable"]]
         for index, g, entry in trained:
-            self._check_state(index, merged[g], specs[g], entry)
+            self.pages.check(index, merged[g], specs[g], entry)
         for group, new in zip(self.param_groups, merged, strict=True):
             group.update(new)
         for index, g, entry in trained:
             if entry or state.session.param_step(index) != 0:  # as it began, it is nowhere
-                self._write_state(index, self.param_groups[g], entry)
+                self.pages.write(index, self.param_groups[g], entry)
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
@@ -302,84 +309,18 @@ class StrataOptimizer(torch.optim.Optimizer):
             merged["decoupled_weight_decay"] = True  # as AdamW does, for states of Adam
         return merged
 
-    def _kinds(self, index: int) -> list[tuple[Kind, str]]:
-        """The moments that are kept of a parameter, whatever its group's options are now."""
-        config = self._wrapped.config
-        group = config["params"][index]["group"]
-        kinds = moments_of(config["groups"][group])
-        if self._foreign is None:
-            return kinds
-        names = self._kept[group].moments
-        return [(kind, name) for (kind, _), name in zip(kinds, names, strict=True)]
+    @property
+    def state(self) -> Any:
+        """As torch's, of what rests in pages: see optimizer_state.py."""
+        return self._state if self._shown is None else self._shown
 
-    def _shown_state(self, parameter: torch.Tensor, group: dict[str, Any]) -> dict[str, Any]:
-        """What state_dict() has of a parameter: nothing ahead of its first step."""
-        state = self._wrapped
-        index = state.index_of(parameter)
-        if state.session.param_step(index) == 0 or not state.config["params"][index]["trainable"]:
-            return {}
-        shape = state.aliases[index].shape
-        numbers = self._numbers(index, group)
-        shown = [
-            Kept(
-                state, index, name, now.shape, now.dtype, partial(self._number, index, group, name)
-            )
-            for name, now in numbers.items()
-            if torch.is_tensor(now)
-        ] + [
-            Kept(state, index, name, shape, torch.float32, partial(state.read, index, kind))
-            for kind, name in self._kinds(index)
-        ]
-        return numbers | {kept.name: make(StateTensor, kept) for kept in shown}
+    @state.setter
+    def state(self, entries: Any) -> None:
+        self._state.replace(entries)
 
-    def _numbers(self, index: int, group: dict[str, Any]) -> dict[str, Any]:
-        """What is kept of a parameter beside its moments, as it is now."""
-        step = self._wrapped.session.param_step(index)
-        if self._foreign is not None:
-            return self._foreign.scalars(index, step, group)
-        return {"step": torch.tensor(float(step), device="cpu")}
-
-    def _number(self, index: int, group: dict[str, Any], name: str) -> torch.Tensor:
-        return cast(torch.Tensor, self._numbers(index, group)[name])
-
-    def _check_state(
-        self, index: int, group: dict[str, Any], spec: GroupSpec, entry: dict[str, Any]
-    ) -> None:
-        """Raises ValueError for what cannot be taken over. `group`, `spec`: as they are to be."""
-        state = self._wrapped
-        kept = self._foreign.kept(group) if self._foreign is not None else None
-        check_entry(
-            state.names[index],
-            entry,
-            state.aliases[index].shape,
-            moments=[name for _, name in self._kinds(index)],
-            needed=kept.moments if kept else [name for _, name in moments_of(spec)],
-            counted="step" in kept.scalars if kept else spec["rule"] in COUNTED,
-            scalars=[name for name in kept.scalars if name in entry] if kept else [],
-        )
-        initial, sums = self._inner.defaults.get("initial_accumulator_value"), entry.get("sum")
-        if sums is not None and not entry.get("step", 1) and (sums != initial).any():
-            raise ValueError(
-                f"the state of {state.names[index]!r} is from before its first step, and its sums "
-                f"are not the {initial} that this Adagrad was built with"
-            )
-
-    def _write_state(self, index: int, group: dict[str, Any], entry: dict[str, Any]) -> None:
-        state = self._wrapped
-        kinds = self._kinds(index)
-        for kind, name in kinds:
-            value = entry.get(name)
-            if is_there(value, state, index, name):
-                continue
-            if value is None:
-                value = torch.zeros(state.aliases[index].shape, device="cpu")
-            state.write(index, value, kind)
-        # torch's SGD keeps no step; a momentum buffer says that there was one.
-        started = any(entry.get(name) is not None for _, name in kinds)
-        step = int(entry.get("step", started))
-        state.session.set_param_step(index, step)
-        if self._foreign is not None:
-            self._foreign.set_scalars(index, step, entry, group)
+    @state.deleter
+    def state(self) -> None:
+        raise AttributeError("optimizer.state cannot be removed: call optimizer.state.clear()")
 
 
 def _group_of(groups: list[dict[str, Any]]) -> dict[int, int]:

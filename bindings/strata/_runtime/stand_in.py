@@ -210,22 +210,22 @@ def _run(func: Function, args: tuple[Any, ...], kwargs: Any, writes: bool = Fals
     def stand_in_of(tensor: torch.Tensor) -> torch.Tensor:
         return next((o.stand_in for o in opened.values() if o.values is tensor), tensor)
 
-    plain = _replaced((args, kwargs), StandIn, values_of)
-    result = _replaced(func(*plain[0], **plain[1]), torch.Tensor, stand_in_of)
+    plain = replaced((args, kwargs), StandIn, values_of)
+    result = replaced(func(*plain[0], **plain[1]), torch.Tensor, stand_in_of)
     for one in opened.values():
         changed = writes or one.values._version != one.version
         one.stand_in._strata_values.close(one.values, changed)
     return result
 
 
-def _replaced(value: Any, kind: type, put: Callable[[Any], Any]) -> Any:
+def replaced(value: Any, kind: type, put: Callable[[Any], Any]) -> Any:
     """Arguments, or results, with others in the place of tensors of a class."""
     if isinstance(value, kind):
         return put(value)
     if type(value) is tuple or type(value) is list:
-        return type(value)(_replaced(item, kind, put) for item in value)
+        return type(value)(replaced(item, kind, put) for item in value)
     if type(value) is dict:
-        return {key: _replaced(item, kind, put) for key, item in value.items()}
+        return {key: replaced(item, kind, put) for key, item in value.items()}
     return value
 
 

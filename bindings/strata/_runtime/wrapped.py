@@ -28,6 +28,7 @@ from .closing import Calls, Ending, close_behind
 from .gradients import Gradients
 from .lander import Inline, Lander, Landings, ahead_of
 from .ready_codes import ReadyCodes
+from .stand_in import StandIn
 from .steps import Steps
 from .streams import current_stream
 from .unit import Unit, units_of
@@ -296,6 +297,8 @@ class Wrapped:
             value = value.dense()
         if coded.quantise(self, index, value, whole):
             return
+        if isinstance(value, StandIn):  # parts of it have no memory, and are read one by one
+            value = value.clone()
         flat = value.detach().reshape(-1)
         for begin in range(0, flat.numel(), CHUNK_NUMEL):
             values = flat[begin : begin + CHUNK_NUMEL]

@@ -1,0 +1,176 @@
+"""The state of an optimizer in pages: what there is of each parameter, and what may replace it.
+
+    pages = StatePages(state, inner, foreign, kept, specs)
+    pages.shown(index)                # {"step": ..., "exp_avg": ...}: tensors without memory
+    pages.replace({index: {}})        # it begins anew with the next step
+
+optimizer_state.py makes of it what users see. Use from the thread that trains.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from .._optim.foreign import Foreign
+from .._optim.foreign_probe import Kept as KeptByClass
+from .._optim.groups import COUNTED, moments_of
+from .loaded_state import check_entry
+from .optimizer_state import Kept, StateTensor, is_there, wait_for_updates, without_others
+from .stand_in import make
+from .wrapped import Wrapped
+
+if TYPE_CHECKING:
+    from .._core import GroupSpec, Kind
+
+Group = dict[str, Any]
+
+
+class StatePages:
+    """Of one optimizer."""
+
+    def __init__(
+        self,
+        state: Wrapped,
+        inner: torch.optim.Optimizer,
+        foreign: Foreign | None,
+        kept: Sequence[KeptByClass],
+        specs: Callable[[], list[GroupSpec]],
+    ) -> None:
+        """`kept`: what was laid out for each group of a class without a kernel. `specs`: the
+        hyperparameters of all groups, now."""
+        self.wrapped = state
+        self._inner, self._foreign, self._kept, self._specs = inner, foreign, kept, specs
+        self._groups = inner.param_groups
+
+    def group_of(self, index: int) -> int:
+        """The number of the parameter's group."""
+        return self.wrapped.config["params"][index]["group"]
+
+    def members(self) -> dict[torch.Tensor, int]:
+        """The parameters that may have a state, in the order of groups, and their indices."""
+        return {
+            parameter: self.wrapped.index_of(parameter)
+            for group in self._groups
+            for parameter in group["params"]
+        }
+
+    def shown(self, index: int, live: bool = True) -> dict[str, Any]:
+        """What there is of a parameter: nothing ahead of its first step. `live`: what is changed in
+        place is written back; else it becomes a copy."""
+        state = self.wrapped
+        group = self._groups[self.group_of(index)]
+        if state.session.param_step(index) == 0 or not state.config["params"][index]["trainable"]:
+            return {}
+        shape = state.aliases[index].shape
+        numbers = self._numbers(index, group)
+        found = [
+            (name, now.shape, now.dtype, partial(self._number, index, group, name))
+            for name, now in numbers.items()
+            if torch.is_tensor(now)
+        ] + [
+            (name, shape, torch.float32, partial(state.read, index, kind))
+            for kind, name in self._kinds(index)
+        ]
+        kept = [Kept(self, index, *each, live=live) for each in found]
+        return numbers | {each.name: make(StateTensor, each) for each in kept}
+
+    def replace(self, entries: Mapping[int, Any]) -> None:
+        """Takes over the states of parameters; one that is empty begins anew. Raises ValueError,
+        and changes nothing, where one is none that the class keeps."""
+        state = self.wrapped
+        wait_for_updates(state)
+        if state.ranks is not None:
+            raise RuntimeError(
+                "with several ranks optimizer.state is read alone, for each rank has a part of it: "
+                "change a copy, copy.deepcopy(optimizer.state_dict()), and give it to "
+                "optimizer.load_state_dict() on all ranks"
+            )
+        specs = self._specs()
+        taken = []
+        for index, given in entries.items():
+            g = self.group_of(index)
+            entry = without_others(given, state, index)
+            if entry and not state.config["params"][index]["trainable"]:
+                raise ValueError(f"{state.names[index]!r} is not trained: it has no state")
+            self._check_names(index, g, entry)
+            self.check(index, self._groups[g], specs[g], entry)
+            taken.append((index, g, entry))
+        for index, g, entry in taken:
+            if entry or state.session.param_step(index) != 0:
+                self.write(index, self._groups[g], entry)
+
+    def _check_names(self, index: int, g: int, entry: Any) -> None:
+        """Raises ValueError where there is something that the class does not keep."""
+        known = {"step"} | {name for _, name in self._kinds(index)}
+        if self._foreign is not None:
+            known |= set(self._foreign.kept(self._groups[g]).scalars)
+        for name in entry if isinstance(entry, Mapping) else ():
+            if name not in known:
+                raise ValueError(
+                    f"{name!r} of {self.wrapped.names[index]!r} is nothing that "
+                    f"{type(self._inner).__name__} keeps, so strata has no room for it "
+                    f"({', '.join(sorted(known))}): keep it in a dictionary of your own"
+                )
+
+    def _numbers(self, index: int, group: dict[str, Any]) -> dict[str, Any]:
+        """What is kept of a parameter beside its moments, as it is now."""
+        step = self.wrapped.session.param_step(index)
+        if self._foreign is not None:
+            return self._foreign.scalars(index, step, group)
+        return {"step": torch.tensor(float(step), device="cpu")}
+
+    def _number(self, index: int, group: dict[str, Any], name: str) -> torch.Tensor:
+        return cast(torch.Tensor, self._numbers(index, group)[name])
+
+    def _kinds(self, index: int) -> list[tuple[Kind, str]]:
+        """The moments that are kept of a parameter, whatever its group's options are now."""
+        config = self.wrapped.config
+        group = config["params"][index]["group"]
+        kinds = moments_of(config["groups"][group])
+        if self._foreign is None:
+            return kinds
+        names = self._kept[group].moments
+        return [(kind, name) for (kind, _), name in zip(kinds, names, strict=True)]
+
+    def check(
+        self, index: int, group: dict[str, Any], spec: GroupSpec, entry: dict[str, Any]
+    ) -> None:
+        """Raises ValueError for what cannot be taken over. `group`, `spec`: as they are to be."""
+        state = self.wrapped
+        kept = self._foreign.kept(group) if self._foreign is not None else None
+        check_entry(
+            state.names[index],
+            entry,
+            state.aliases[index].shape,
+            moments=[name for _, name in self._kinds(index)],
+            needed=kept.moments if kept else [name for _, name in moments_of(spec)],
+            counted="step" in kept.scalars if kept else spec["rule"] in COUNTED,
+            scalars=[name for name in kept.scalars if name in entry] if kept else [],
+        )
+        initial, sums = self._inner.defaults.get("initial_accumulator_value"), entry.get("sum")
+        if sums is not None and not entry.get("step", 1) and (sums != initial).any():
+            raise ValueError(
+                f"the state of {state.names[index]!r} is from before its first step, and its sums "
+                f"are not the {initial} that this Adagrad was built with"
+            )
+
+    def write(self, index: int, group: dict[str, Any], entry: dict[str, Any]) -> None:
+        state = self.wrapped
+        kinds = self._kinds(index)
+        for kind, name in kinds:
+            value = entry.get(name)
+            if is_there(value, state, index, name):
+                continue
+            if value is None:
+                value = torch.zeros(state.aliases[index].shape, device="cpu")
+            state.write(index, value, kind)
+        # torch's SGD keeps no step; a momentum buffer says that there was one.
+        started = any(entry.get(name) is not None for _, name in kinds)
+        step = int(entry.get("step", started))
+        state.session.set_param_step(index, step)
+        if self._foreign is not None:
+            self._foreign.set_scalars(index, step, entry, group)
