@@ -19,6 +19,8 @@ Format, version 1, which was written until version 2. A checkpoint is a folder o
                         where tensors is [{"kind", "dtype", "offset", "bytes", "xxh3_64"}]
                     "groups":  the optimizer's parameter groups without their parameters; keys that
                                are no options of its class as saved_values.py has them,
+                    "extra_state": what modules say by get_extra_state(), by its name in a state
+                               dict, as saved_values.py has it; older ones have none,
                     "rng":     the states of torch (CPU, CUDA), random and numpy,
                     "extra":   what the caller gave, as extras.py has it}
 
@@ -55,6 +57,7 @@ from .checkpoint_files import (
     find,
 )
 from .checkpoint_manifest import check, merged
+from .extra_state import saved_extra_state, set_extra_state
 from .extras import from_json
 from .saved_values import to_plain
 from .stored import StoredTensor, persistent_buffers, stored_tensors
@@ -89,6 +92,7 @@ def load(model: nn.Module, path: Path, *, progress: Progress | None = None) -> d
             check(manifest, wanted_of(state), str(folder))
             say_of_tiles(state, manifest, folder)
             groups = merged_groups(state, manifest["groups"], folder)
+            of_modules = saved_extra_state(manifest, model, str(folder))
             tensors = stored_tensors(model)
             meter = Meter(progress, 2 * manifest["bytes"])
             mine = list(_part(state, tensors, manifest, together.rank))
@@ -117,6 +121,7 @@ def load(model: nn.Module, path: Path, *, progress: Progress | None = None) -> d
             own = said_by(manifest, together)
             restore_context(state, groups, own["rng"])
     state.steps.end_load()
+    set_extra_state(model, of_modules)
     state.last_saved = folder
     extra: dict[str, Any] = from_json(own["extra"], [])
     return extra

@@ -105,6 +105,8 @@ def _unsound(manifest: dict[str, Any]) -> list[str]:
         for i, group in enumerate(manifest["groups"])
         if not isinstance(group, dict)
     ]
+    if not isinstance(manifest.get("extra_state", {}), dict):
+        problems.append("'extra_state' is no object")
     if not (_is_count(step := manifest.get("step", 0)) and step <= STEPS_MAX):
         problems.append(f"'step' is {step!r:.60}")
     others = manifest.get("others", [])  # ranks

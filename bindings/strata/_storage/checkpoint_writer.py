@@ -34,6 +34,7 @@ from .._runtime.wrapped import Wrapped
 from . import rng
 from .checkpoint import Meter, Progress, check_buffers, model_layout, plain_groups, raw_bytes
 from .checkpoint_files import CheckpointError, Record, replace_folder, write_manifest
+from .extra_state import extra_places, take_extra_state
 from .extras import to_json
 from .pace import Pace
 from .shards import Earlier, Shard, ShardWriter, Wanted, cut, describe, free_name, shape_of
@@ -80,6 +81,7 @@ class Work:
         context = {
             "step": state.steps_before + state.session.steps(),
             "groups": plain_groups(state),
+            "extra_state": take_extra_state(extra_places(state.model)),
             "rng": rng.capture(),
             "extra": to_json(extra or {}, None),
         }

@@ -10,14 +10,19 @@ once, and the tiles of a layer as the tensor they are cut from.
 
 from __future__ import annotations
 
+import logging
+
 import torch
 
 from .._runtime.stand_in import StandIn, make
 from .._runtime.wrapped import Wrapped
 from .conversion import as_in_files
+from .extra_state import extra_places
 from .merged import merged
 from .parameters import Parameter
 from .stored import base_model, base_name, kept_name, persistent_buffers, stored_tensors
+
+log = logging.getLogger("strata")
 
 
 def exported(state: Wrapped, dtype: torch.dtype | None, merge: bool) -> dict[str, torch.Tensor]:
@@ -36,6 +41,12 @@ def exported(state: Wrapped, dtype: torch.dtype | None, merge: bool) -> dict[str
         buffer = base_name(state.model, full) if merge else full
         if buffer is not None and buffer not in found:
             found[buffer] = value.detach().cpu().contiguous()
+    for name, module in extra_places(model).items():
+        value = module.get_extra_state()
+        if isinstance(value, torch.Tensor):
+            found[name] = value.detach().cpu().contiguous()
+        else:
+            log.warning("%s is not exported: safetensors files hold tensors alone", name)
     for ignored in getattr(model, "_keys_to_ignore_on_save", None) or ():
         found.pop(ignored, None)
     return as_in_files(model, found)

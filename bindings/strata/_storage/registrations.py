@@ -16,6 +16,8 @@ from typing import Any
 from torch import nn
 from torch.nn.modules import module as hooks
 
+from .extra_state import extra_places
+
 
 class Registrations:
     """How many there were."""
@@ -58,6 +60,7 @@ class Contents:
         registrations.watch(model)
         self._count = registrations.count
         self.buffers = persistent_places(model)
+        self.extra_places = extra_places(model)
         modules = list(model.modules())
         tables: Any = ((m._parameters, m._buffers, m._modules) for m in modules)
         self._tables = [t for t in itertools.chain.from_iterable(tables) if t]

@@ -279,7 +279,7 @@ class Taker:
             )
         if state.contents is None or not state.contents.unchanged():
             self._look(state)
-        context = take_context(state, state.contents.buffers, extra)
+        context = take_context(state, state.contents, extra)
         folder = step_folder(series, context.manifest["step"])
         future: Future[None] = Future()
         handle = SnapshotHandle(folder, future)

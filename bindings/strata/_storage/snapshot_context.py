@@ -1,7 +1,7 @@
 """What of a snapshot is in no page: buffers, hyperparameters, randomness, extras, and names of
 parameters.
 
-    context = take_context(state, places, extra)    # as it is now
+    context = take_context(state, contents, extra)  # as it is now
     write_state(file, manifest, context)            # later, on a thread
 """
 
@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 
 from .._config.budgets import adds_in_float32
 from .._optim.groups import moments_of
@@ -28,7 +27,9 @@ from .checkpoint import (
     raw_bytes,
 )
 from .checkpoint_files import Record, TensorWriter
+from .extra_state import take_extra_state
 from .extras import to_json
+from .registrations import Contents
 from .snapshot_files import FORMAT
 from .snapshot_gradients import divisor
 from .stored import StoredTensor, stored_tensors
@@ -52,12 +53,10 @@ class Form:
     parts: list[list[int]]
 
 
-def take_context(
-    state: Wrapped, places: list[tuple[str, nn.Module, str]], extra: dict[str, Any]
-) -> Context:
+def take_context(state: Wrapped, contents: Contents, extra: dict[str, Any]) -> Context:
     """Takes what is in no page. Its time does not depend on the parameters, nor on their number."""
     tensors: list[torch.Tensor] = []
-    buffers = {name: module._buffers[key] for name, module, key in places}
+    buffers = {name: module._buffers[key] for name, module, key in contents.buffers}
     values = {name: value for name, value in buffers.items() if value is not None}
     check_dense(values)
     manifest: dict[str, Any] = {
@@ -67,6 +66,7 @@ def take_context(
         "moment_dtype": state.config["moment_dtype"],
         "buffers": buffer_entries(values),
         "groups": plain_groups(state),
+        "extra_state": take_extra_state(contents.extra_places),
         "rng": rng.capture(),
         "extra": to_json(extra, tensors),
         "gradients": None,

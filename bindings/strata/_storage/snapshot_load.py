@@ -22,6 +22,7 @@ from .._runtime.wrapped import Wrapped, wrapped
 from . import checkpoint
 from .checkpoint import Meter, Progress
 from .checkpoint_files import TensorReader, find, read_manifest
+from .extra_state import saved_extra_state, set_extra_state
 from .extras import from_json
 from .snapshot import taker_of
 from .snapshot_adopt import adopt
@@ -99,6 +100,7 @@ def _load_snapshot(
             source = Source(manifest, folder, state, file)
             say_of_tiles(state, manifest, folder)
             groups = checkpoint.merged_groups(state, manifest["groups"], folder)
+            of_modules = saved_extra_state(manifest, state.model, str(folder))
             buffers = persistent_buffers(state.model)
             own = checkpoint.said_by(manifest, together)
             records = [(e["name"], e["tensors"][0]) for e in manifest["buffers"]]
@@ -140,4 +142,5 @@ def _load_snapshot(
             state.steps_before = manifest["step"] - state.session.steps()
             checkpoint.restore_context(state, groups, own["rng"])
     state.steps.end_load()
+    set_extra_state(state.model, of_modules)
     return extra

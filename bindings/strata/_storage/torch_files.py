@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from .._torch_compat import is_nf4
+from .extra_state import is_extra_state
 
 NF4 = "NF4Tensor"
 # Where torchao has had the class.
@@ -58,8 +59,12 @@ class TorchFile:
             raise ValueError(f"{path} holds a {type(found).__name__}: save a model's state_dict()")
         self.nf4: dict[str, torch.Tensor] = {}
         self._tensors: dict[str, torch.Tensor] = {}
+        self.extra_state: dict[str, Any] = {}  # of modules, by its name in a state dict
         for name, value in found.items():
             kind = type(value)
+            if isinstance(name, str) and is_extra_state(name):
+                self.extra_state[name] = value
+                continue
             if (kind is StandIn or is_nf4(value)) and isinstance(name, str):
                 self.nf4[name] = value
             elif kind not in (torch.Tensor, nn.Parameter) or not isinstance(name, str):

@@ -27,6 +27,7 @@ from .._errors import listed
 from .._runtime.ready_codes import ReadyCodes
 from . import initialise
 from .adapters import AdapterLayers, Write
+from .extra_state import is_extra_state, misplaced, set_extra_state
 from .matching import Match
 from .ready_files import Files, ready_weights
 from .stored import base_name, stored_tensors, tiled_modules
@@ -71,6 +72,8 @@ def load(
     source = WeightFiles(weights)
     taken = set()
     try:
+        if problem := misplaced(model, source.extra_state):
+            raise ValueError(f"{source.path} holds one too many: {problem}")
         for wanted, value in Match(model, source).read():
             if wanted.tensor is not None:
                 layers.put(wanted.tensor, value)
@@ -80,6 +83,7 @@ def load(
             _set_buffer(model, wanted.name, value)
         layers.finish()
         initialise.buffers(model, skip=frozenset(taken))
+        set_extra_state(model, source.extra_state)
     finally:
         source.close()
 
@@ -141,9 +145,14 @@ class WeightFiles:
         self.path = as_path(path, "weights")
         self._files: dict[Path, Any] = {}
         self._file_of: dict[str, Path] = {}
+        self.extra_state: dict[str, Any] = {}  # of modules, by its name in a state dict
         for file in _weight_files(self.path):
             self._files[file] = opened = _open(file)
+            self.extra_state |= getattr(opened, "extra_state", {})
             for name in list(opened.keys()):
+                if is_extra_state(name):
+                    self.extra_state[name] = opened.get_tensor(name)
+                    continue
                 if name in self._file_of:
                     raise ValueError(f"{name!r} is both in {self._file_of[name]} and in {file}")
                 self._file_of[name] = file
