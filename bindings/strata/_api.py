@@ -78,8 +78,9 @@ def wrap(
     Args:
         model: any module. A model on the meta device needs `weights`. Layers that are too large for
             the device are cut into tiles (strata.nn), of which no file knows.
-        optimizer: of torch.optim, over the model's parameters, without state. Parameters that no
-            group holds get no update and show no gradient.
+        optimizer: of torch.optim, over the model's parameters, without state. What requires a
+            gradient and is in none of its groups is not updated: the log names it. Its gradient is
+            a plain tensor, for an optimizer of your own; of several ranks there is none.
         memory: budgets by tier, `{"device": "8GiB", "host": "24GiB", "ssd": "200GiB"}`, in bytes or
             words; hard limits. Default: from what is free; no SSD without `ssd_path`.
         ssd_path: a folder on the drive to use, or some on different drives.
@@ -314,7 +315,7 @@ def gather_grad(parameter: torch.Tensor) -> torch.Tensor | None:
     if slot is None:
         raise ValueError("gather_grad() takes a parameter of a wrapped model")
     state, index = slot.state, slot.index
-    if state.gradients.on_step:
+    if state.gradients.on_step or state.gradients.is_own(index):
         return state.gradients.gather(index)
     return state.read(index, "grad").to(state.device) if state.steps.landed[index] else None
 

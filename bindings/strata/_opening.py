@@ -26,6 +26,7 @@ from ._config.ranks import Ranks, all_or_none, find_ranks, naming_lost
 from ._config.sharding import check_sharded, take_shards, trains_alone
 from ._config.sizes import format_count, format_size
 from ._config.wire import Wire
+from ._errors import listed
 from ._hooks.hooks import Hooks
 from ._hooks.parallel import refuse_parallel
 from ._optim.foreign import Foreign, make_foreign
@@ -103,12 +104,31 @@ def open_session(model: nn.Module, optimizer: torch.optim.Optimizer, options: Op
     if state.planning is not None:
         state.planning.allocator.give_reserve_back()
     _log_choices(state)
+    _log_left_out(state)
     if dropped:
         log.warning(
             "dropped %s that parameters had before strata.wrap(): step() uses what comes after it",
             format_count(dropped, "gradient"),
         )
     return state
+
+
+def _log_left_out(state: Wrapped) -> None:
+    """Names the parameters that will not be trained, though they require a gradient."""
+    specs = zip(state.params, state.config["params"], strict=True)
+    names = [repr(spec["name"]) for p, spec in specs if p.requires_grad and not spec["trainable"]]
+    if not names:
+        return
+    alone = state.ranks is None and state.shards is None
+    log.warning(
+        "in no group of the optimizer that strata.wrap() was given, which does not train them: "
+        "%s. %s To train them, put them into a group; if they are not to be trained, call "
+        "requires_grad_(False) ahead of wrap()",
+        listed(names),
+        "Their gradients are plain tensors in memory that no budget counts, for another optimizer."
+        if alone
+        else "With several ranks they show no gradient, and no other optimizer trains them.",
+    )
 
 
 def _check(model: nn.Module, optimizer: torch.optim.Optimizer, options: Options) -> dict[str, str]:

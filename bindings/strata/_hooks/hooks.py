@@ -27,7 +27,7 @@ from .._activations.arguments import tensors_in
 from .._activations.forwards import PlannedForward, plan_forwards
 from .._activations.inputs import Inputs
 from .._activations.swapping import Swapping
-from .._runtime.gradients import drop_real
+from .._runtime.real_grads import drop_real
 from .._runtime.streams import graphs_in_use, refuse_capture
 from .._runtime.unit import Unit
 from .._runtime.visits import Change, Visit
@@ -89,8 +89,8 @@ class Hooks:
         for i, (parameter, spec) in enumerate(
             zip(state.params, state.config["params"], strict=True)
         ):
-            if parameter.requires_grad:
-                # That of one that no optimizer group holds: nobody will ask for it.
+            if parameter.requires_grad and not state.gradients.is_own(i):
+                # Of ranks that of one that no optimizer group holds: nobody adds it up.
                 land: Any = drop_real
                 if spec["trainable"]:
                     land = self._land_hooks[i] = LandHook(self, i)

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .._config.managed import DTYPE_NAMES
-from .._runtime.gradients import drop_real, real_grad
 from .._runtime.ownership import owns_memory
+from .._runtime.real_grads import drop_real, real_grad
 from .._runtime.streams import owned_by_graph
 from .._torch_compat import awaited
 

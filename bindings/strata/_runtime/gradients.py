@@ -20,25 +20,24 @@ import contextlib
 import math
 import weakref
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from .._config.budgets import adds_in_float32
 from .._config.managed import DTYPE_NAMES
-from .._torch_compat import DisableTorchFunction, graph_task
+from .._torch_compat import graph_task
 from .grad_drops import GradientDrops
 from .grad_shown import Shown
 from .grad_tensor import PagedGradient, tensor_of
 from .held_gradients import HeldGradients
 from .ownership import is_shared
+from .real_grads import drop_real, real_grad, set_real
 from .shard_totals import ShardTotals, Squares
 from .visits import Change
 
 if TYPE_CHECKING:
     from .wrapped import Wrapped
-
-_grad: Any = torch.Tensor.grad
 
 
 class Gradients:
@@ -62,9 +61,18 @@ class Gradients:
 
     # What p.grad does -----------------------------------------------------------------------------
 
+    def is_own(self, index: int) -> bool:
+        """Whether the gradient is the user's own: that of a parameter in no group of the optimizer,
+        which stays where autograd leaves it. Of several ranks it would be that of one of them."""
+        state = self._state
+        alone = state.ranks is None and state.shards is None
+        return alone and not state.config["params"][index]["trainable"]
+
     def show(self, index: int) -> torch.Tensor | None:
         """The value of p.grad."""
         state = self._state
+        if self.is_own(index):
+            return real_grad(state.params[index])
         self.sort_out()
         state.steps.look_at_gradients()
         if graph_task() != -1 and (real := real_grad(state.params[index])) is not None:
@@ -89,6 +97,9 @@ class Gradients:
             self.drop(index)
             return
         if type(value) is PagedGradient and value.shows(self, index):
+            return
+        if self.is_own(index) and self._state.params[index].requires_grad:
+            set_real(self._state.params[index], value)
             return
         self.sort_out()
         self.refuse_mode(index, "p.grad cannot be set")
@@ -122,6 +133,9 @@ class Gradients:
 
     def drop(self, index: int) -> None:
         """p.grad = None. Whoever has what p.grad was keeps its values."""
+        if self.is_own(index):
+            drop_real(self._state.params[index])
+            return
         self.sort_out()
         state = self._state
         state.landings.wait()
@@ -429,16 +443,3 @@ class Gradients:
         self._held.clear()
         self._zero.clear()
         self.used.clear()
-
-
-def real_grad(parameter: torch.Tensor) -> torch.Tensor | None:
-    """What autograd left in the real `grad` of a parameter."""
-    with DisableTorchFunction():
-        grad: torch.Tensor | None = _grad.__get__(parameter)
-    return grad
-
-
-def drop_real(parameter: torch.Tensor) -> None:
-    """Removes what real_grad() returns."""
-    with DisableTorchFunction():
-        _grad.__set__(parameter, None)

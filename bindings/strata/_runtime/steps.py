@@ -16,7 +16,7 @@ import torch
 from .._profiling.timeline import UseSpan
 from .._profiling.uses import RecordedStep
 from .._torch_compat import DisableTorchFunction, graph_task
-from .gradients import drop_real
+from .real_grads import drop_real
 
 if TYPE_CHECKING:
     from .._core import GroupSpec, StepResult
@@ -158,5 +158,6 @@ class Steps:
 
     def _drop_real_gradients(self) -> None:
         """Those that autograd completed, and no hook took to the core: an exception came first."""
-        for parameter in self._state.params:
-            drop_real(parameter)
+        for index, parameter in enumerate(self._state.params):
+            if not self._state.gradients.is_own(index):
+                drop_real(parameter)
