@@ -141,6 +141,13 @@ def one_graph_each() -> Any:
     )
 
 
+def is_stopped_script(error: Exception) -> bool:
+    """Whether TorchScript has turned the exception by which checkpoint ends a second run early, one
+    without a word, into one of its own."""
+    text = str(error)
+    return "in the TorchScript interpreter" in text and text.rstrip().endswith("RuntimeError:")
+
+
 def held_by_torch(tensor: torch.Tensor) -> bool:
     """Whether torch itself holds a tensor of torch's own class, whoever holds it in Python.
 

@@ -49,6 +49,7 @@ from .._torch_compat import (
     captures_graphs,
     compiler,
     graph_task,
+    is_stopped_script,
     one_graph_each,
     set_compiler,
     top_hooks,
@@ -280,11 +281,9 @@ class PlannedForward:
         tensors = self.inputs.kept(arguments.tensors, self.hooks.given)
         recorder = self.hooks.state.recorder
         if tensors is not arguments.tensors and recorder.recording:
-            for copied, tensor in zip(tensors, arguments.tensors, strict=True):
-                recorder.saved_for(self.unit.index, copied, tensor)
-        output = checkpoint(_Call(self, arguments, own), *tensors, use_reentrant=False)
+            recorder.saved_copies(self.unit.index, tensors, arguments.tensors)
         self.hooks.inputs = self.inputs
-        return output
+        return checkpoint(_Call(self, arguments, own), *tensors, use_reentrant=False)
 
     def _sliced(self, arguments: Arguments, own: Any, cut_ones: Sequence[bool], count: int) -> Any:
         batch = batch_size(arguments.tensors)
@@ -373,6 +372,8 @@ class _Call:
             finally:
                 now.put_back()
         except Exception as error:
+            if is_stopped_script(error):
+                return
             planning = hooks.state.planning
             if isinstance(error, torch.OutOfMemoryError) and planning is not None:
                 planning.recording.note(error)

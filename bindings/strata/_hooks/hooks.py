@@ -15,6 +15,7 @@ backward   SavedTensors.unpack  when an autograd node wants a saved tensor back:
 state      Hooks.start_clean    ahead of a module's state_dict() and load_state_dict()
 """
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -77,7 +78,10 @@ class Hooks:
         root = state.model.register_forward_pre_hook(
             Hook(self.before_model), prepend=True, with_kwargs=True
         )
-        self._handles += [root, state.model.register_forward_hook(Hook(self.after_model))]
+        self._handles += [
+            root,
+            state.model.register_forward_hook(Hook(self.after_model), always_call=True),
+        ]
         if (adapters := refuse_new_adapters(state.model)) is not None:
             self._handles.append(adapters)
         count = state.ranks.count if state.ranks is not None else 1
@@ -184,8 +188,11 @@ class Hooks:
             planning.begin_forward(args, kwargs)
 
     def after_model(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Called by torch after the model's forward."""
+        """Called by torch after the model's forward, also when that raised an Exception: then the
+        step is not recorded any more, for nobody knows whether another one follows."""
         self.inputs.look()
+        if output is None and sys.exc_info()[1] is not None and graph_task() == -1:
+            self.state.recorder.abandon()
 
     def start_clean(self, what: str, *_: Any) -> None:
         """Called by torch for every module in turn, ahead of its state_dict() or load_state_dict().
@@ -285,9 +292,11 @@ class ModuleHook:
         while frames[-1].hook is not self:
             self.hooks.close(frames[-1])
         frame, views = frames[-1], self.hooks.state.views
-        replaced = views.copied_out(output)
-        keeps, found = references(self.params) > frame.kept, views.found
-        self.hooks.close(frame)
+        try:
+            replaced = views.copied_out(output)
+            keeps, found = references(self.params) > frame.kept, views.found
+        finally:
+            self.hooks.close(frame)
         makes_graph = torch.is_grad_enabled() and graph_task() == -1
         if makes_graph and (keeps or views.found > found):
             hold(replaced, self.hooks.pins, self.units)

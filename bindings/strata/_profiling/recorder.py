@@ -172,14 +172,17 @@ class Recorder:
         self._numbers[key] = (StorageWeakRef(storage), number)
         return number
 
-    def saved_for(self, unit: int, copied: torch.Tensor, given: torch.Tensor) -> None:
-        """The unit saves a copy of an input in the place of what it was given, which is not counted
-        again. Call while `recording`."""
-        self.inputs((copied,))
-        number = self.saved(unit, copied)
-        if copied is not given and number != NOT_RECORDED:
-            storage = given.untyped_storage()
-            self._numbers[storage._cdata] = (StorageWeakRef(storage), number)
+    def saved_copies(
+        self, unit: int, copies: Iterable[torch.Tensor], given: Iterable[torch.Tensor]
+    ) -> None:
+        """The unit saves copies of inputs in the place of those that it was given, which are not
+        counted again. Call while `recording`."""
+        for copied, tensor in zip(copies, given, strict=True):
+            self.inputs((copied,))
+            number = self.saved(unit, copied)
+            if copied is not tensor and number != NOT_RECORDED:
+                storage = tensor.untyped_storage()
+                self._numbers[storage._cdata] = (StorageWeakRef(storage), number)
 
     def mark(self) -> int:
         """How many tensors were saved so far."""
