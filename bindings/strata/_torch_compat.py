@@ -68,6 +68,10 @@ foreach_zero: Callable[..., Any] = _private("_foreach_zero_")
 check_and_unscale: Callable[..., Any] = _private("_amp_foreach_non_finite_check_and_unscale_")
 make_wrapper: Callable[..., Any] = _private("Tensor._make_wrapper_subclass")
 
+# Operations with their schemas, and all overloads of one.
+OpOverload: Any = _private("_ops.OpOverload")
+OpOverloadPacket: Any = _private("_ops.OpOverloadPacket")
+
 # Whether a tensor can take another's data: nn.Module.to() and the like ask.
 compatible: Callable[..., bool] = _private("_has_compatible_shallow_copy_type")
 

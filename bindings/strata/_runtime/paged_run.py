@@ -2,10 +2,13 @@
 
     result = run(torch.add, (paged, 1), {})
 
-Note [Writes]. An in-place operation raises the version counter of the tensor it changes; comparing
-the counters before and after finds every one of them. The core then takes the value on the device
-for the parameter's value in all tiers. A `copy_` into a contiguous range goes to the master copy
-instead, so that a float32 source is kept exactly.
+Note [Writes]. Which arguments an operation changes is known from its schema. A function of Python's
+has none: there version counters before and after tell. The core then takes the value on the device
+for the parameter's value in all tiers. A `copy_` into a contiguous range goes to the
+master copy instead, so that a float32 source is kept exactly.
+
+Note [More than fits]. Where the units do not fit on the device together, an operation on lists is
+done for one item after the other. Of any other one, what it only reads is copied out.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,9 +18,9 @@ import torch
 from torch import nn
 
 from .._config.sharding import shard_of
-from .._errors import StrataError, with_more
+from .._errors import StrataError
 from .._torch_compat import DisableTorchFunction, graph_task, is_dtensor
-from .tensor_functions import Function, may_write, name_of, optimizer_advice
+from .tensor_functions import Function, list_length, name_of, one_by_one, written
 from .visits import Visit
 from .wrapped import Slot, Wrapped
 
@@ -30,17 +33,19 @@ def is_paged(value: Any) -> bool:
 def run(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Runs an operation while the units of all its paged arguments are entered."""
     paged = list(paged_in((args, kwargs)))
-    units = {(id(t._strata.state), t._strata.unit.index): t._strata for t in paged}
+    units = {_unit_of(t): t._strata for t in paged}
+    changing = list(paged_in(written(func, args, kwargs)))
+    changing_units = {_unit_of(t) for t in changing}
     entered: list[Slot] = []
     visits: list[tuple[Slot, Visit, int]] = []  # and the saved-tensor hooks before it
     try:
         # 1. Bring the units in. What autograd saves of them is found again by its address.
         backward = graph_task() != -1  # a user's checkpoint reads it there
         recorded = {id(t._strata.state): in_step(t._strata.state, func) for t in paged}
-        for slot in units.values():
+        for key, slot in units.items():
             visit = slot.state.visits.add(Visit())
             visits.append((slot, visit, slot.state.hooks.saved.pushed()))
-            if may_write(func, kwargs):
+            if key in changing_units:
                 slot.state.session.expect_write(slot.index)
             slot.state.hooks.saved.hold_outside(slot.unit)
             computes = recorded[id(slot.state)]
@@ -53,26 +58,57 @@ def run(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with DisableTorchFunction():
             versions = [t._version for t in paged]
             spreads = any(slot.state.shards is not None for slot in units.values())
-            if spreads and not may_write(func, kwargs):
+            if spreads and not changing:
                 args, kwargs = _spread(args), _spread(kwargs)
             result = func(*args, **kwargs)
             # 3. Tell the core what was changed, and mark what may outlive the visit.
-            for tensor, version in zip(paged, versions, strict=True):
-                if tensor._version != version:
-                    tensor._strata.state.note_write(tensor._strata.index)
+            changed = [t for t, v in zip(paged, versions, strict=True) if t._version != v]
+            for state, index in {(t._strata.state, t._strata.index) for t in changed + changing}:
+                state.note_write(index)
             return _guard(result, units)
     except StrataError as error:
-        if advice := optimizer_advice(func):
-            raise with_more(error, f"; {advice}") from error
-        if len(entered) == len(units) or not entered or may_write(func, kwargs):
+        if len(entered) == len(units) or not entered:
             raise
+        refused = error
     finally:
         for slot, visit, pushed in reversed(visits):
             slot.state.hooks.saved.pop_to(pushed)
             slot.state.leave(slot.unit, visit)
             slot.state.visits.end(visit)
-    # They do not fit on the device together: copy them out one by one. Autograd follows.
-    return func(*_copied_out(args), **_copied_out(kwargs))
+    return _in_parts(func, args, kwargs, refused)
+
+
+def _unit_of(tensor: Any) -> tuple[int, int]:
+    """What tells units apart, of all models."""
+    return id(tensor._strata.state), tensor._strata.unit.index
+
+
+def _in_parts(
+    func: Function, args: tuple[Any, ...], kwargs: dict[str, Any], refused: StrataError
+) -> Any:
+    """See Note [More than fits]. Raises `refused` where nothing is left to be copied out."""
+    if list_length(func, args, kwargs) > 1:
+        return one_by_one(func, args, kwargs)
+    stay = {id(tensor) for tensor in paged_in(written(func, args, kwargs))}
+    copies: list[tuple[torch.Tensor, int]] = []
+
+    def copied_out(tensor: Any) -> Any:
+        if id(tensor) in stay:
+            return tensor
+        copy = tensor.clone()  # autograd follows
+        copies.append((copy, copy._version))
+        return copy
+
+    args, kwargs = mapped(copied_out, args), mapped(copied_out, kwargs)
+    if not copies:
+        raise refused
+    result = func(*args, **kwargs)
+    if any(copy._version != version for copy, version in copies):
+        raise StrataError(
+            f"{name_of(func)} changes parameters that do not fit on the device together, and does "
+            "not say which: change one after the other"
+        ) from refused
+    return result
 
 
 def in_step(state: Wrapped, func: Function) -> bool:
@@ -83,11 +119,6 @@ def in_step(state: Wrapped, func: Function) -> bool:
         state.refuse_half_step(f"{name_of(func)} of a parameter")
         state.catch_up()
     return computes
-
-
-def _copied_out(value: Any) -> Any:
-    """Arguments with every paged tensor replaced by a copy in ordinary memory."""
-    return mapped(lambda tensor: tensor.clone(), value)
 
 
 def _spread(value: Any) -> Any:

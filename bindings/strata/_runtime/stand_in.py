@@ -25,7 +25,16 @@ import torch
 from .._torch_compat import DisableTorchFunction, compatible, make_wrapper, typed_storage
 from . import own_mapping
 from .paged_storage import UNREACHABLE, PagedStorage, saved_tensor
-from .tensor_functions import CONVERSIONS, METADATA, Function, changes_nothing, functions, name_of
+from .tensor_functions import (
+    CONVERSIONS,
+    METADATA,
+    Function,
+    changes_nothing,
+    functions,
+    list_length,
+    name_of,
+    one_by_one,
+)
 
 aten = torch.ops.aten
 # What would give memory away, or take another's.
@@ -64,8 +73,8 @@ def _call(
         found = answer(*args, **kwargs)
         if found is not NotImplemented:
             return found
-    if name_of(func).startswith("_foreach_") and args and len(args[0]) > 1:
-        return _one_by_one(func, args, kwargs)
+    if list_length(func, args, kwargs) > 1:
+        return one_by_one(func, args, kwargs)
     return _run(func, args, kwargs)
 
 
@@ -227,20 +236,3 @@ def replaced(value: Any, kind: type, put: Callable[[Any], Any]) -> Any:
     if type(value) is dict:
         return {key: replaced(item, kind, put) for key, item in value.items()}
     return value
-
-
-def _one_by_one(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """An operation on lists, for one tensor after the other: no more than one is in memory."""
-    count = len(args[0])
-
-    def item(value: Any, i: int) -> Any:
-        listed = isinstance(value, list | tuple) and len(value) == count
-        return [value[i]] if listed else value
-
-    results = [
-        func(*(item(a, i) for a in args), **{k: item(v, i) for k, v in kwargs.items()})
-        for i in range(count)
-    ]
-    if any(found is None for found in results):  # in place, and of some versions of torch
-        return None
-    return [tensor for found in results for tensor in found]

@@ -3,12 +3,14 @@
 functions("size dim", "shape")     # methods of Tensor, and getters of its properties
 """
 
+import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from .._torch_compat import DisableTorchFunction, parse_to
+from .._torch_compat import DisableTorchFunction, OpOverload, OpOverloadPacket, parse_to
 
 Function = Callable[..., Any]
 
@@ -20,31 +22,90 @@ def functions(methods: str, properties: str = "") -> frozenset[Function]:
     return frozenset(found)
 
 
-def may_write(func: Function, kwargs: dict[str, Any]) -> bool:
-    """Whether an operation may change its arguments, going by torch's names."""
-    name = name_of(func)
-    return (
-        "out" in kwargs
-        or name in ("__set__", "__setitem__")
-        or (name.startswith("__i") if name.startswith("__") else name.endswith("_"))
-    )
-
-
 def name_of(func: Function) -> str:
     """As torch names it."""
     return getattr(func, "__name__", repr(func))
 
 
-def optimizer_advice(func: Function) -> str:
-    """What to do where an operation that changes many tensors at once, as optimizers do, finds no
-    room for them; "": it is another one."""
+# What an operation writes -------------------------------------------------------------------------
+
+
+def written(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """The arguments that an operation may change, nested as they are."""
+    writes = _writes(func)
+    if writes is None or kwargs.get("inplace") or kwargs.get("max_norm") is not None:
+        return [*args, *kwargs.values()]
+    named = [value for name, value in kwargs.items() if name in writes or name == "out"]
+    return [value for place, value in enumerate(args) if place in writes] + named
+
+
+_OPERATORS = ("add", "and", "div", "floordiv", "mod", "mul", "or", "pow", "sub", "truediv", "xor")
+_WRITE_FIRST = {"__set__", "__setitem__", *(f"__i{name}__" for name in _OPERATORS)}
+
+
+@functools.cache
+def _writes(func: Function) -> frozenset[int | str] | None:
+    """The places and names of arguments that an operation may change: as its schemas say. None: it
+    has none, and torch's names say that it changes some."""
     name = name_of(func)
-    if not (name.startswith(("_foreach_", "_fused_")) and name.endswith("_")):
-        return ""
-    return (
-        "if an optimizer steps here, take the one that strata.wrap() returned, which goes through "
-        "pages (for a Trainer: optimizers=(optimizer, None))"
-    )
+    if name in _WRITE_FIRST:
+        return frozenset((0,))
+    schemas = _schemas(func)
+    if not schemas:
+        return None if name.endswith("_") and not name.startswith("__") else frozenset()
+    places: set[int | str] = set()
+    for schema in schemas:
+        for place, argument in enumerate(schema.arguments):
+            if argument.is_write:
+                places |= {argument.name, "input"} if argument.name == "self" else {argument.name}
+                if not argument.kwarg_only:
+                    places.add(place)
+    return frozenset(places)
+
+
+def _schemas(func: Function) -> list[Any]:
+    """Of all overloads of an operation of ATen, or of a library of the user's."""
+    if isinstance(func, OpOverload):
+        return [func._schema]
+    packet: Any = func
+    if not isinstance(func, OpOverloadPacket):
+        if inspect.isfunction(func):  # of Python's, which calls several of ATen
+            return []
+        packet = getattr(torch.ops.aten, name_of(func), None)
+    if not isinstance(packet, OpOverloadPacket):
+        return []
+    return [getattr(packet, overload)._schema for overload in packet.overloads()]
+
+
+# Operations on lists ------------------------------------------------------------------------------
+
+
+def list_length(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """How many tensors an operation is given that does the same with each; 0 for all others."""
+    if not name_of(func).startswith(("_foreach_", "_fused_")):
+        return 0
+    lists = (value for value in (*args, *kwargs.values()) if isinstance(value, list | tuple))
+    return len(next(lists, ()))
+
+
+def one_by_one(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """An operation on lists, for one tensor after the other: no more than one is in memory."""
+    count = list_length(func, args, kwargs)
+
+    def item(value: Any, i: int) -> Any:
+        if isinstance(value, list | tuple) and len(value) == count:
+            return [value[i]]
+        # A tensor of numbers in the place of a list of them.
+        of_each = isinstance(value, torch.Tensor) and value.dim() == 1 and len(value) == count
+        return value[i : i + 1] if of_each else value
+
+    results = [
+        func(*(item(a, i) for a in args), **{k: item(v, i) for k, v in kwargs.items()})
+        for i in range(count)
+    ]
+    if any(found is None for found in results):  # in place, and of some versions of torch
+        return None
+    return [tensor for found in results for tensor in found]
 
 
 # These read no element, nor give away where one lies.
