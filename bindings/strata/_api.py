@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -259,7 +260,8 @@ def _give_back(model: nn.Module, state: Wrapped) -> None:
     # All values first: where the disk fails, the model remains a wrapped one.
     values = [state.read(i).to(dtype) for i, dtype in enumerate(state.original_dtypes)]
     state.hooks.remove()
-    for parameter, value in zip(state.params, values, strict=True):
+    for index, (parameter, value) in enumerate(zip(state.params, values, strict=True)):
+        state.views.move(index, partial(value.to, parameter.dtype))
         parameter.__class__ = nn.Parameter
         parameter.data = value
         parameter.__dict__.pop("_strata", None)

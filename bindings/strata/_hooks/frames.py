@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from .._errors import StrataError
 from .._runtime.paged import PagedParameter
 from .._runtime.unit import Unit
 from .._runtime.visits import Visit
@@ -98,7 +97,7 @@ class Frames:
         make_plain() was not called."""
         gone = list(gone)
         rest = [frame.hook.units for frame in self.all() if frame not in gone]
-        refused: StrataError | None = None
+        refused: RuntimeError | None = None
         for unit in (unit for frame in gone for unit in frame.hook.units):
             if any(unit in units for units in rest):
                 continue
@@ -107,14 +106,20 @@ class Frames:
             for i in unit.params:
                 parameter = self._state.params[i]
                 if type(parameter) is not PagedParameter:
-                    if parameter._version != self._state.written[i] or i in self._state.silent:
-                        try:
-                            self._state.note_write(i)
-                        except StrataError as error:  # all become paged, whatever happens
-                            refused = error
+                    try:
+                        self._take_writes(parameter, i)
+                    except RuntimeError as error:
+                        refused = error  # all become paged, whatever happens
                     parameter.__class__ = PagedParameter
         if refused is not None:
             raise refused
+
+    def _take_writes(self, parameter: nn.Parameter, index: int) -> None:
+        state = self._state
+        if parameter.data_ptr() != state.aliases[index].data_ptr():
+            state.views.take_back(index)
+        elif parameter._version != state.written[index] or index in state.silent:
+            state.note_write(index)
 
 
 def _in_module() -> bool:

@@ -41,13 +41,12 @@ from .._activations.swapping import Swapping
 from .._config.choices import SWAPS
 from .._config.sharding import Sharding, shard_of
 from .._profiling.recorder import NOT_RECORDED
+from .._runtime.geometry import Geometry
 from .._runtime.unit import Unit
 from .._runtime.wrapped import Wrapped
 from .._torch_compat import (
-    conj_view,
     graph_task,
     is_dtensor,
-    neg_view,
     pop_hooks,
     push_hooks,
     top_hooks,
@@ -62,32 +61,6 @@ KEPT_BY_OTHERS = 3  # unpack of the hooks below ours, what their pack returned, 
 # it exactly (where computation gets codes of what other machines hold).
 KEPT_BY_UNIT = 5
 UNKNOWN = -1
-
-
-class Geometry:
-    """How a view lies in the memory of its parameter. It does not count as a tensor over it."""
-
-    __slots__ = ("conj", "dtype", "neg", "offset", "shape", "stride")
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.dtype = tensor.dtype
-        self.offset = tensor.storage_offset()
-        self.shape = tensor.shape
-        self.stride = tensor.stride()
-        self.conj = tensor.is_conj()
-        self.neg = tensor.is_neg()
-
-    def over(self, alias: torch.Tensor) -> torch.Tensor:
-        """The view again."""
-        if self.dtype == alias.dtype:
-            view = alias.as_strided(self.shape, self.stride, self.offset)
-            return neg_view(view) if self.neg else view
-        view = torch.empty(0, dtype=self.dtype, device=alias.device)
-        with torch.no_grad():
-            view.set_(alias.untyped_storage(), self.offset, self.shape, self.stride)
-            if self.conj:
-                view = conj_view(view)
-            return neg_view(view) if self.neg else view
 
 
 @dataclass(slots=True, eq=False)

@@ -4,6 +4,7 @@
     output = views.copied_out(output)  # what a module returns may leave it
     views.mark(tensor, index)          # a view of parameter `index` is a paged tensor from now on
     views.check(unit)                  # the unit is about to be left
+    views.move(index, values)          # the views are of other memory from now on
 
 Invariant: while nobody has a unit entered, every tensor over its memory is a paged one.
 
@@ -15,6 +16,12 @@ searched for it, the youngest first, and it is turned into a paged tensor where 
     - A gradient on its way through a backward, which a custom function returned from its saved
       tensors, is read by autograd past any class of Python: it gets memory of its own.
     - Where no Python object is found, C++ has the view: that raises.
+
+Note [Moves]. In PyTorch a view of a parameter (`backup = p.data`) sees what is done to it in place,
+and keeps the old memory where the parameter is given another (`p.data = average`). Here a parameter
+stays in its pages. So it is the views that move: they get memory of their own, which they share as
+before, with the values of that moment. They are plain tensors then.
+
 Limits: arrays of NumPy and addresses that were taken inside of a forward, or of a custom function's
 backward, look like the tensor they were taken from. They are true while the unit is entered.
 """
@@ -40,6 +47,7 @@ from .._torch_compat import (
     is_dtensor,
     tensors_over,
 )
+from .geometry import Geometry
 from .paged import PagedTensor
 from .unit import Unit
 from .wrapped import Slot, Wrapped
@@ -91,6 +99,45 @@ class Views:
 
         known[key] = weakref.ref(tensor, forget)
         expected[index] += 1
+
+    def move(self, index: int, memory: Callable[[], torch.Tensor]) -> None:
+        """See Note [Moves]. `memory` gives the values that views of parameter `index` keep, and is
+        called where there are any. REQUIRES: it is contiguous, as the parameter."""
+        known = self._known[index]
+        views = [view for ref in list(known.values()) if (view := ref()) is not None]
+        if not views:
+            return
+        with torch.inference_mode(False), torch.no_grad():
+            values = memory()
+            for view in views:
+                self._leave(view, index)
+                view.data = Geometry(view).over(values)
+
+    def leave(self, view: PagedTensor) -> None:
+        """A view has got the memory of another tensor: it is a plain one from now on."""
+        self._leave(view, view._strata.index)
+
+    def take_back(self, index: int) -> None:
+        """Behind a forward that gave its parameter other memory (`self.p.data = value`): it gets
+        its own back, with those values. REQUIRES: it is a plain one, and its unit is entered.
+
+        Raises RuntimeError where they are no values for it.
+        """
+        state = self._state
+        parameter, alias = state.params[index], state.aliases[index]
+        with torch.no_grad():
+            value = parameter.detach()
+            parameter.data = alias
+            state.check_like(index, value)
+            self.move(index, alias.clone)
+            alias.copy_(value)
+        state.note_write(index)
+
+    def _leave(self, view: Any, index: int) -> None:
+        if self._known[index].pop(id(view), None) is not None:
+            self._expected[index] -= 1
+        view.__class__ = torch.Tensor
+        del view._strata
 
     def copied_out(self, value: Any) -> Any:
         """What a module returns, with copies in the place of views: plain tensors serve everybody

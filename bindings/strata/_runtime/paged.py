@@ -176,25 +176,36 @@ def _copy(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _set_data(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`p.data = value`: takes the values over. `model.half()` and `.cuda()` end here too."""
+    """`p.data = value`: takes the values over; what `p.data` was before keeps its own. See Note
+    [Moves] of escapes.py. `model.half()` and `.cuda()` end here too."""
     target, value = args
-    if not is_paged(target):  # an ordinary tensor is to share the memory of a paged one
-        raise RuntimeError("a tensor cannot take the memory of a paged parameter: use p.clone()")
-    if type(target) is PagedTensor or value is target:
+    if value is target or (is_paged(target) and _is_same_view(target, value)):
         return None
-    same = (value.dtype, value.device, value.shape) == (target.dtype, target.device, target.shape)
-    if not same:
-        raise RuntimeError(
-            f"parameter {_label(target)} cannot become {value.dtype} of shape "
-            f"{tuple(value.shape)} on {value.device} after strata.wrap(): pass dtype= to wrap(), "
-            "or call strata.unwrap(model) first"
-        )
-    with DisableTorchFunction():
-        if value.data_ptr() == target.data_ptr():
-            return None
+    if type(target) is not PagedParameter:
+        if is_paged(value):  # an ordinary tensor is to share the memory of a paged one
+            raise RuntimeError(
+                "a tensor cannot take the memory of a paged parameter: use p.clone()"
+            )
+        with DisableTorchFunction():
+            func(target, value)
+        target._strata.state.views.leave(target)
+        return None
+    slot = target._strata
+    slot.state.check_like(slot.index, value)
     with torch.no_grad():
+        slot.state.views.move(slot.index, target.clone)
         target.copy_(value)
     return None
+
+
+def _is_same_view(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether both are the same elements in the same order."""
+    with DisableTorchFunction():
+        return (
+            tensor.data_ptr() == other.data_ptr()
+            and (tensor.dtype, tensor.shape) == (other.dtype, other.shape)
+            and (tensor.stride(), tensor.is_neg()) == (other.stride(), other.is_neg())
+        )
 
 
 def _set_requires_grad(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -152,6 +152,16 @@ class Wrapped:
                 "the result would not be the model: undo that, or call strata.unwrap(model) first"
             )
 
+    def check_like(self, index: int, value: torch.Tensor) -> None:
+        """Raises RuntimeError where a tensor cannot become what a parameter is."""
+        alias = self.aliases[index]
+        if (value.dtype, value.device, value.shape) != (alias.dtype, alias.device, alias.shape):
+            raise RuntimeError(
+                f"parameter {self.names[index]!r} cannot become {value.dtype} of shape "
+                f"{tuple(value.shape)} on {value.device} after strata.wrap(): pass dtype= to "
+                "wrap(), or call strata.unwrap(model) first"
+            )
+
     def index_of(self, parameter: torch.Tensor) -> int:
         """The index of a parameter of this model. Raises ValueError for any other tensor."""
         slot = getattr(parameter, "_strata", None)
