@@ -23,6 +23,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from .._runtime.paged_run import is_paged
+
 # Values that no forward can change, and that hold no tensors.
 PLAIN_TYPES = (
     type(None), bool, int, float, complex, str, bytes, enum.Enum,
@@ -60,6 +62,11 @@ class Arguments:
         self._places: dict[tuple[int, bool], int] = {}  # by identity: an object stays one object
         self._nest = _rebuild(nest, self._take)
         self._places.clear()
+
+    @property
+    def in_memory(self) -> list[torch.Tensor]:
+        """Of the tensors those that take PyTorch's memory: not parameters, which are in pages."""
+        return [tensor for tensor in self.tensors if not is_paged(tensor)]
 
     def filled(self, tensors: Sequence[torch.Tensor]) -> Any:
         """The nest with these tensors in the place of its own."""

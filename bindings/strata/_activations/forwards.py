@@ -144,7 +144,7 @@ class PlannedForward:
         if not any(t.requires_grad for t in arguments.tensors) and not trained:
             return self.run(self.compiler, args, kwargs)
         if recording:
-            state.recorder.inputs(arguments.tensors)
+            state.recorder.inputs(arguments.in_memory)
             if state.planning is not None and state.planning.recording.chooses(unit):
                 return state.planning.recording.forward(self, args, kwargs)
         if unit.activation in RECOMPUTES:

@@ -42,9 +42,11 @@ from .._config.choices import SWAPS
 from .._config.sharding import Sharding, shard_of
 from .._profiling.recorder import NOT_RECORDED
 from .._runtime.geometry import Geometry
+from .._runtime.paged_run import is_paged
 from .._runtime.unit import Unit
 from .._runtime.wrapped import Wrapped
 from .._torch_compat import (
+    DisableTorchFunction,
     graph_task,
     is_dtensor,
     pop_hooks,
@@ -140,6 +142,8 @@ class SavedTensors:
         state = self.state
         if state.shards is not None and is_dtensor(tensor):
             return Spread(Sharding.of(tensor), self.pack(shard_of(tensor)))  # type: ignore[arg-type]
+        if is_paged(tensor):
+            return self.keep_paged(tensor)
         try:
             address = tensor.data_ptr()
         except RuntimeError:  # sparse and symbolic tensors have none, and are not ours
@@ -161,6 +165,14 @@ class SavedTensors:
         if unit.activation in SWAPS:
             packed = self.swapping.pack(tensor, unit, frame)
         return self.record(tensor, _as_is(tensor) if packed is None else packed)
+
+    def keep_paged(self, tensor: Any) -> Any:
+        """What pack() returns for a parameter outside its module that a custom function or a
+        checkpoint saves: it was an argument there. It may be of another model."""
+        owner: SavedTensors = tensor._strata.state.hooks.saved
+        with DisableTorchFunction():
+            packed = owner.keep_by_unit(tensor, tensor._strata.index)
+        return packed if owner is self else (owner.unpack_hook, packed, None)
 
     def keep_by_unit(self, tensor: torch.Tensor, index: int) -> Any:
         """What pack() returns for a tensor in the memory of parameter `index`."""
@@ -246,6 +258,8 @@ class _Above:
             shard = shard_of(tensor)
             if ours.state.find(shard.data_ptr()) >= 0:
                 return Spread(Sharding.of(tensor), ours.pack(shard))  # type: ignore[arg-type]
+        if is_paged(tensor):
+            return ours.keep_paged(tensor)
         try:
             address = tensor.data_ptr()
         except RuntimeError:

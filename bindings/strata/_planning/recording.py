@@ -144,13 +144,13 @@ class Recording:
         takes."""
         unit, recorder = planned.unit, self._state.recorder
         arguments = planned.arguments(args, kwargs)
-        if unit.activation == "keep" and not self._fits(planned, arguments.tensors):
+        if unit.activation == "keep" and not self._fits(planned, arguments.in_memory):
             self._compute_again()
         while True:
             arguments = planned.arguments(args, kwargs)
             batch, repeatable = batch_size(arguments.tensors), not arguments.caches
             if unit.activation == "recompute":
-                self._place_inputs(unit, arguments.tensors)
+                self._place_inputs(unit, arguments.in_memory)
             found = planned.buffers.taken()
             mark = recorder.mark()
             swapping = planned.hooks.swapping
@@ -176,7 +176,7 @@ class Recording:
                     unit.activation = "recompute"  # what the trace says must be what happened
                 saved = recorder.saved_since(mark)
                 self._learn(planned, sum(saved))
-                inputs = sum(t.nbytes for t in arguments.tensors)
+                inputs = sum(t.nbytes for t in arguments.in_memory)
                 if keeps or unit.activation == "keep":
                     return output
                 if self._backward_bytes(unit, inputs, saved) <= self._left():
