@@ -60,6 +60,13 @@ neg_view: Callable[[torch.Tensor], torch.Tensor] = _private("_neg_view")
 conj_view: Callable[[torch.Tensor], torch.Tensor] = _private("_conj")
 assert_async: Callable[[torch.Tensor, str], None] = _private("_assert_async")
 
+# torch.func: what puts tensors in the place of parameters, tensors under a transformation and what
+# they stand for. Its gradients forbid the hooks above.
+functional_call: Any = _private("nn.utils.stateless._functional_call")
+is_transformed: Callable[[Any], bool] = _private("_C._functorch.is_functorch_wrapped_tensor")
+transformed: Callable[[torch.Tensor], torch.Tensor] = _private("_C._functorch.get_unwrapped")
+hooks_allowed: Callable[[], bool] = _private("_C._autograd._saved_tensors_hooks_is_enabled")
+
 # Operations on lists of tensors, and tensors without memory.
 foreach_norm: Callable[..., Any] = _private("_foreach_norm")
 foreach_mul: Callable[..., Any] = _private("_foreach_mul_")

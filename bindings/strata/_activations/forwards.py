@@ -50,6 +50,7 @@ from .._torch_compat import (
     compiler,
     graph_task,
     is_stopped_script,
+    is_transformed,
     one_graph_each,
     set_compiler,
     top_hooks,
@@ -121,7 +122,7 @@ class PlannedForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Called by torch between the hooks of the module."""
         planned = self.unit.activation in RECOMPUTES or self.hooks.state.recorder.recording
-        if self.removed or not planned:
+        if self.removed or not planned or self.hook.count_exchanged():
             return self.plain(*args, **kwargs)
         return self._beside_compiler(args, kwargs)
 
@@ -136,14 +137,14 @@ class PlannedForward:
     @untraced
     def _as_planned(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         unit, state = self.unit, self.hooks.state
-        recording = state.recorder.recording
         if not self._is_training():
             return self.run(self.compiler, args, kwargs)
         arguments = self.arguments(args, kwargs)
         trained = any(read.trainable for read in self.hook.units)
-        if not any(t.requires_grad for t in arguments.tensors) and not trained:
+        transformed = any(map(is_transformed, arguments.tensors))  # their values end with the call
+        if transformed or not (trained or any(t.requires_grad for t in arguments.tensors)):
             return self.run(self.compiler, args, kwargs)
-        if recording:
+        if state.recorder.recording:
             state.recorder.inputs(arguments.in_memory)
             if state.planning is not None and state.planning.recording.chooses(unit):
                 return state.planning.recording.forward(self, args, kwargs)

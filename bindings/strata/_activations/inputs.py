@@ -36,6 +36,7 @@ import numpy
 import torch
 from torch import nn
 
+from .._runtime.paged_run import is_paged
 from .._runtime.streams import graphs_in_use
 from .._runtime.wrapped import CHUNK_NUMEL
 from .._torch_compat import lazy_clone, preserve_version, shares_memory
@@ -254,8 +255,8 @@ class Inputs:
             return tensors
         kept = []
         for t in tensors:
-            alone = t.is_leaf and t.requires_grad
-            if t.is_floating_point() and not alone and t.untyped_storage()._cdata not in given:
+            alone = (t.is_leaf and t.requires_grad) or is_paged(t)
+            if t.is_floating_point() and not alone and storage_of(t) not in {None, *given}:
                 self._last.append((t.detach(), t._version))
                 t = t.clone()
             kept.append(t)
@@ -267,6 +268,14 @@ class Inputs:
         if self._last:
             self.copied = any(t._version != version for t, version in self._last)
             self._last.clear()
+
+
+def storage_of(tensor: torch.Tensor) -> int | None:
+    """Which storage it lies in; None for one that has none of its own."""
+    try:
+        return tensor.untyped_storage()._cdata
+    except (RuntimeError, NotImplementedError):
+        return None
 
 
 def _flat_bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -3,7 +3,8 @@
 forward    Hooks.before_model   ahead of the whole model
            Hooks.after_model    after it
            ModuleHook.before    ahead of a unit's module: the unit enters, its parameters become
-                                plain ones, `pack` and `unpack` are put in place
+                                plain ones, `pack` and `unpack` are put in place. Not where all of
+                                them were exchanged (exchanged.py)
            PlannedForward       in the place of the module's forward (forwards.py)
            SavedTensors.pack    for every tensor that autograd saves meanwhile
            ModuleHook.after     behind the module, also when it raised: the unit leaves
@@ -26,15 +27,16 @@ from torch import nn
 
 from .._activations.arguments import tensors_in
 from .._activations.forwards import PlannedForward, plan_forwards
-from .._activations.inputs import Inputs
+from .._activations.inputs import Inputs, storage_of
 from .._activations.swapping import Swapping
 from .._runtime.real_grads import drop_real
 from .._runtime.streams import graphs_in_use, refuse_capture
 from .._runtime.unit import Unit
 from .._runtime.visits import Change, Visit
 from .._runtime.wrapped import Wrapped
-from .._torch_compat import graph_task, untraced
+from .._torch_compat import DisableTorchFunction, graph_task, untraced
 from .adapters import refuse_new_adapters
+from .exchanged import Owned, is_exchanged
 from .frames import Frame, Frames
 from .land_hook import LandHook, Uncopied
 from .parallel import KeptUnwrapped, refuse_ddp_around, several_processes
@@ -56,6 +58,7 @@ class Hooks:
         self.pins = Pins(state, self.swapping)
         self.saved = SavedTensors(state, self.pins, self.swapping, self.frames)
         self._handles: list[Any] = []
+        self._module_hooks: list[ModuleHook] = []
         self._land_hooks: dict[int, LandHook] = {}
         self.planned: list[PlannedForward] = []  # forwards that plans may change
         self._of_several = False  # processes of torch.distributed
@@ -69,6 +72,7 @@ class Hooks:
             module: ModuleHook(self, module, [state.units[u] for u in units])
             for module, units in hooked.items()
         }
+        self._module_hooks = list(by_module.values())
         for module, hook in by_module.items():
             self.pins.note_reader(hook.unit, hook.indices)
             self._handles += [
@@ -173,6 +177,8 @@ class Hooks:
         """Called by torch ahead of the model's forward: it starts from a clean state, under the
         plan for its batch."""
         state = self.state
+        if self._is_stateless():
+            return
         refuse_capture(state.device, "the model")
         if self._of_several:
             refuse_ddp_around(state.model)
@@ -184,7 +190,7 @@ class Hooks:
                 state.catch_up()
         planning = state.planning
         if planning is not None and graph_task() == -1:
-            self.given = {t.untyped_storage()._cdata for t in tensors_in((args, kwargs))}
+            self.given = {key for t in tensors_in((args, kwargs)) if (key := storage_of(t))}
             planning.begin_forward(args, kwargs)
 
     def after_model(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -193,6 +199,10 @@ class Hooks:
         self.inputs.look()
         if output is None and sys.exc_info()[1] is not None and graph_task() == -1:
             self.state.recorder.abandon()
+
+    def _is_stateless(self) -> bool:
+        """Whether torch.func.functional_call has exchanged all parameters."""
+        return all(hook.count_exchanged() == len(hook.owned) for hook in self._module_hooks)
 
     def start_clean(self, what: str, *_: Any) -> None:
         """Called by torch for every module in turn, ahead of its state_dict() or load_state_dict().
@@ -228,20 +238,14 @@ class ModuleHook:
         self.unit = self.units[-1]
         index_of = {id(p): i for i, p in enumerate(hooks.state.params)}
         mine = {i for unit in units for i in unit.params}
-        # Where each parameter is looked up at run time: one that was exchanged must not pass.
+        # Where each parameter is looked up at run time.
         self.owned = [
-            (
-                m._parameters,
-                name,
-                p,
-                index_of[id(p)],
-                hooks.state.aliases[index_of[id(p)]].data_ptr(),
-            )
+            Owned(m, name, p, index_of[id(p)], hooks.state.aliases[index_of[id(p)]].data_ptr())
             for m in module.modules()
             for name, p in m._parameters.items()
             if p is not None and index_of[id(p)] in mine
         ]
-        self.indices = sorted({index for _, _, _, index, _ in self.owned})
+        self.indices = sorted({owned.index for owned in self.owned})
         self.params = [hooks.state.params[i] for i in self.indices]
 
     def before_forward(self, module: nn.Module, args: Any) -> None:
@@ -256,6 +260,8 @@ class ModuleHook:
         """Enters. `backward`: the forward is run again there, for its activations."""
         hooks = self.hooks
         state = hooks.state
+        if self.count_exchanged() == len(self.owned):
+            return  # no page is needed
         refuse_capture(state.device, self.unit.name)
         hooks.inputs.look()
         if not backward and not hooks.frames.mine():
@@ -274,7 +280,6 @@ class ModuleHook:
                 for index in self.indices:
                     state.check_old(index)
             hooks.frames.make_plain(frame)
-            self._check()
             if state.shards is not None:
                 state.shards.show(i for unit in self.units for i in unit.params)
             frame.kept = references(self.params)
@@ -287,7 +292,7 @@ class ModuleHook:
         """Leaves. Returns what is to take the place of the output, or None."""
         frames = self.hooks.frames.mine()
         if not any(frame.hook is self for frame in frames):
-            return None  # before() itself raised
+            return None  # before() itself raised, or entered nothing
         # Frames above ours belong to modules that a KeyboardInterrupt left without a word.
         while frames[-1].hook is not self:
             self.hooks.close(frames[-1])
@@ -303,22 +308,11 @@ class ModuleHook:
         self.hooks.swapping.poll()
         return None if replaced is output else replaced
 
-    def _check(self) -> None:
-        frozen, shards = self.hooks.state.frozen, self.hooks.state.shards
-        for parameters, name, parameter, index, address in self.owned:
-            found = parameters.get(name)
-            if shards is not None and shards.shows(index, found):  # within another forward
-                found = parameter
-            if (
-                found is not parameter
-                or parameter.data_ptr() != address
-                or (index in frozen and parameter.requires_grad)
-            ):
-                full_name = self.hooks.state.names[index]
-                raise RuntimeError(
-                    f"parameter {full_name!r} was exchanged, or unfrozen, after strata.wrap(): "
-                    "change values in place (p.copy_(...)), or call strata.unwrap(model) first"
-                )
+    def count_exchanged(self) -> int:
+        """In the place of how many parameters the forward finds other tensors. See exchanged.py."""
+        state = self.hooks.state
+        with DisableTorchFunction():
+            return sum(is_exchanged(state, owned) for owned in self.owned)
 
 
 @dataclass(slots=True, eq=False)

@@ -48,11 +48,13 @@ from .._runtime.wrapped import Wrapped
 from .._torch_compat import (
     DisableTorchFunction,
     graph_task,
+    hooks_allowed,
     is_dtensor,
     pop_hooks,
     push_hooks,
     top_hooks,
 )
+from .exchanged import FORBIDDEN
 from .frames import Frames
 from .pins import Pins
 
@@ -103,7 +105,10 @@ class SavedTensors:
         self.unpack_hook = self.unpack
 
     def push(self) -> None:
-        """Puts pack and unpack on top of torch's stack, if they are not there already."""
+        """Puts pack and unpack on top of torch's stack, if they are not there already. Raises
+        RuntimeError where torch lets nobody."""
+        if not hooks_allowed():
+            raise RuntimeError(FORBIDDEN)
         top = top_hooks(True)
         if top is None:
             self.push_these(self.pack_hook, self.unpack_hook)

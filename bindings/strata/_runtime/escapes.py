@@ -161,7 +161,7 @@ class Views:
         return value
 
     def _copied(self, tensor: torch.Tensor) -> torch.Tensor:
-        index = self._state.find(tensor.data_ptr()) if tensor.layout is torch.strided else -1
+        index = self._state.under(tensor)
         if index < 0:
             return tensor
         copied = tensor.clone()

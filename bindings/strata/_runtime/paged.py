@@ -9,8 +9,9 @@ escapes.py finds.
 Note [Aliases]. A view shares the parameter's address range; that is how it is recognised, whatever
 operation made it. Operations that would give raw memory away (`__dlpack__`, elements of a storage)
 raise, and `data_ptr` gives an address for comparing, which nobody can follow (paged_storage.py).
-Limits: `torch.tensor(p)`, `torch.as_tensor(p)` and `other.data = p.data` go past a tensor's class,
-so nothing can be done for them here; what they see is true only while the unit is on the device.
+Limits: `torch.tensor(p)`, `torch.as_tensor(p)`, `other.data = p.data` and `torch.func.grad(f)(p)`
+go past a tensor's class, so nothing can be done for them here; what they see is true only while the
+unit is on the device.
 """
 
 import copy

@@ -160,8 +160,7 @@ def _guard(result: Any, units: dict[tuple[int, int], Slot]) -> Any:
     if type(result) is torch.Tensor:
         for other in units.values():
             state = other.state
-            index = state.find(result.data_ptr()) if result.layout is torch.strided else -1
-            if index >= 0:
+            if (index := state.under(result)) >= 0:
                 state.views.mark(result, index)
     elif isinstance(result, tuple | list):
         items = [_guard(item, units) for item in result]

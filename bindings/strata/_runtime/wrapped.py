@@ -22,7 +22,7 @@ from .._config.frozen import row_elements
 from .._errors import StrataError
 from .._profiling.recorder import Recorder
 from .._profiling.timeline import StepLog
-from .._torch_compat import DisableTorchFunction
+from .._torch_compat import DisableTorchFunction, is_transformed
 from . import coded, own_mapping
 from .closing import Calls, Ending, close_behind
 from .gradients import Gradients
@@ -175,6 +175,12 @@ class Wrapped:
             return -1
         begin, end, index = self._spans[bisect.bisect_right(self._begins, address) - 1]
         return index if begin <= address < end else -1
+
+    def under(self, tensor: torch.Tensor) -> int:
+        """The parameter in whose memory a tensor lies, or -1. Call it where the class of the tensor
+        does not interfere."""
+        has_memory = tensor.layout is torch.strided and not is_transformed(tensor)
+        return self.find(tensor.data_ptr()) if has_memory else -1
 
     def stream(self) -> int:
         """What the session is told of the stream that is computed on now; see current_stream()."""
