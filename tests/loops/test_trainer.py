@@ -144,6 +144,32 @@ def test_a_model_without_values_is_read_into_pages(tmp_path: Path) -> None:
         assert torch.equal(p, q.detach().clone())
 
 
+class Asking(Trainer):
+    """Computes in its constructor, as TRL's trainers do with a reference model."""
+
+    def __init__(self, model: Any, *args: Any, **more: Any) -> None:
+        super().__init__(model, *args, **more)
+        with torch.no_grad():
+            self.reference = model(input_ids=torch.tensor([[1, 2, 3]])).logits.mean().item()
+
+
+class MixedAsking(TrainerMixin, Asking):
+    pass
+
+
+def test_a_constructor_that_needs_values_of_a_meta_model_names_the_way_out(tmp_path: Path) -> None:
+    source = folder_of_model(tmp_path / "source")
+    keywords = {"memory": MEMORY, "weights": source}
+    args = arguments(tmp_path, eval_strategy="no")
+    with pytest.raises(ValueError, match="wrap it before") as refused:
+        MixedAsking(llama(meta=True), args, train_dataset=DATA, strata=keywords)
+    assert "optimizers=(optimizer, None)" in str(refused.value)
+    model = llama(meta=True)
+    model, optimizer = strata.wrap(model, torch.optim.AdamW(model.parameters()), **keywords)
+    trainer = MixedAsking(model, args, train_dataset=DATA, optimizers=(optimizer, None))
+    assert trainer.reference == pytest.approx(Asking(llama(), args).reference, abs=1e-6)
+
+
 def test_updates_that_take_gradients_as_they_come_tell_their_norm(tmp_path: Path) -> None:
     trainer = mixed_trainer(tmp_path, keywords={"update": "in_backward"}, max_grad_norm=0.0)
     trainer.train()

@@ -29,7 +29,9 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -73,7 +75,8 @@ class TrainerMixin(SavingMixin):
     Raises:
         TypeError: an unknown keyword in `strata`, with the nearest, or `strata` is no dictionary.
         ValueError: training arguments that cannot be followed, with what to use in their place, or
-            `strata` for a model that is wrapped already.
+            `strata` for a model that is wrapped already, or a model on the meta device whose values
+            the Trainer's constructor looks at.
     """
 
     def __init__(self, *args: Any, strata: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
@@ -84,7 +87,8 @@ class TrainerMixin(SavingMixin):
             check_arguments(given)
         self._window: list[tuple[Any, Any]] = []  # batches of the step so far, and their items
         self._window_rng: list[torch.Tensor] = []
-        super().__init__(*args, **kwargs)
+        with _naming_meta((*args, *kwargs.values())):
+            super().__init__(*args, **kwargs)
         if self._strata_keywords and _is_wrapped(self.model):
             raise ValueError(
                 "strata= is given, and the model is wrapped already: pass these keywords to "
@@ -288,6 +292,25 @@ def held(model: nn.Module) -> dict[str, float]:
 def _training_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Those of a Trainer's constructor, second by place; None: the Trainer makes its own."""
     return kwargs.get("args", args[1] if len(args) > 1 else None)
+
+
+@contextmanager
+def _naming_meta(given: Sequence[Any]) -> Iterator[None]:
+    """Around a Trainer's constructor. One that computes with the model (DPO's, of the reference's
+    log probabilities) comes before wrap(): a model on the meta device has no values then."""
+    try:
+        yield
+    except (RuntimeError, NotImplementedError) as error:
+        models = [m for m in given if isinstance(m, nn.Module)]
+        on_meta = any(p.is_meta for m in models for p in m.parameters())
+        if not on_meta or not re.search(r"\bmeta\b", str(error)):
+            raise
+        raise ValueError(
+            "this trainer's constructor looks at values of the model, which is on the meta device "
+            f"and has none yet ({' '.join(str(error).split())}): wrap it before. Put adapters into "
+            "it, if any, call model, optimizer = strata.wrap(model, optimizer, weights=..., ...), "
+            "and give the trainer optimizers=(optimizer, None), without strata= and peft_config="
+        ) from error
 
 
 def _checked(keywords: Any) -> dict[str, Any]:
