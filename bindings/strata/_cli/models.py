@@ -30,6 +30,7 @@ class Choice:
     weights: Path | None
     tokenizer: Path | None
     trusted: bool = False  # code that comes with it may run
+    config_path: Path | None = None  # the file that describes it
 
     def build(self) -> nn.Module:
         """The model, on the meta device: no parameter has memory yet."""
@@ -72,7 +73,7 @@ def choose(name: str, vocabulary: int | None, positions: int, trusted: bool = Fa
         if vocabulary is not None:
             config.vocab_size = vocabulary
         tokenizer = _tokenizer_in(path.parent)
-        return Choice(path.parent.name or name, config, None, tokenizer, trusted)
+        return Choice(path.parent.name or name, config, None, tokenizer, trusted, path)
     if path.is_dir():
         return _saved(path, vocabulary, trusted)
     raise ValueError(
@@ -147,7 +148,7 @@ def _saved(path: Path, vocabulary: int | None, trusted: bool) -> Choice:
         raise ValueError(f"{path} has no tokenizer beside its weights")
     found = _config(config, trusted)
     found.name_or_path = str(path)  # what adapters remember as their base
-    return Choice(path.resolve().name, found, path, tokenizer, trusted)
+    return Choice(path.resolve().name, found, path, tokenizer, trusted, config)
 
 
 def _config(file: Path, trusted: bool) -> Any:

@@ -42,7 +42,7 @@ from .._config.choices import (
     worded,
     workers,
 )
-from .._config.sizes import parse_budgets, parse_size, parse_speed
+from .._config.sizes import parse_budgets, parse_some, parse_speed
 from .._config.update_modes import parse_update
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ _KINDS: tuple[tuple[Callable[[str], Any], str, tuple[str, ...]], ...] = (
     (positive, "N", ("--steps", "--batch", "--sequence", "--split", "--ranks", "--machines")),
     (workers, "N", ("--workers",)),
     (count, "N", ("--snapshots",)),
-    (parse_size, "SIZE", ("--ssd-endurance",)),
+    (parse_some, "SIZE", ("--ssd-endurance",)),
     (page_size, "SIZE", ("--page-size",)),
     (parse_speed, "SPEED", ("--upload-speed", "--download-speed", "--device-bandwidth")),
     (parse_speed, "SPEED", ("--ssd-read-speed", "--ssd-write-speed", "--link", "--gpu-link")),

@@ -48,6 +48,14 @@ def parse_size(size: Size) -> int:
     return _bounded(int(number) * whole if number.isdigit() else round(float(number) * whole))
 
 
+def parse_some(size: Size) -> int:
+    """As parse_size(). Raises ValueError for none at all, too."""
+    found = parse_size(size)
+    if not found:
+        raise ValueError(f"{size!r} is nothing: leave it out, or write more")
+    return found
+
+
 def parse_speed(text: str) -> int:
     """Bytes per second. Raises ValueError, with the nearest valid form, for what is no speed."""
     amount, slash, second = (part.strip() for part in text.partition("/"))
@@ -56,7 +64,7 @@ def parse_speed(text: str) -> int:
         raise ValueError(f"{text!r} is not a speed: write '{amount}{unit}/s'")
     if second != "s":
         raise ValueError(f"{text!r} is not a speed; write a size a second, such as '6GB/s'")
-    return parse_size(amount)
+    return parse_some(amount)
 
 
 def _bounded(size: int) -> int:

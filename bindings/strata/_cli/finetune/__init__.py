@@ -1,6 +1,6 @@
 """`strata finetune`: trains a causal language model on text or records, inside memory budgets.
 
 Knows the package as a user of strata.wrap() does, and reports. Must not know the other commands.
-In reading order: options, run, trainer, check, claim, data, files, encode, view, picture,
-interrupt, demo.
+In reading order: identity, options, run, trainer, check, claim, origin, data, files, encode, view,
+picture, interrupt, demo.
 """

@@ -14,6 +14,7 @@ from ..._storage.replacing import work_folders
 from ...integrations._trainer_checkpoints import STATE_FOLDER, remove_checkpoint
 from .data import DATA_NAME, TOKENIZER_NAME
 from .options import OPTIONS_NAME, Options
+from .origin import TOKENIZER_FILES
 
 MODEL_NAME = "model"
 CHECKPOINTS = "checkpoint-[0-9]*"
@@ -23,17 +24,6 @@ CHECKPOINT_FILES = {
 }
 ADAPTER_FILES = (  # the configuration last: it says that the folder is an adapter's
     *("README.md", "generation_config.json", "adapter_model.safetensors", "adapter_config.json"),
-)
-TOKENIZER_FILES = (  # as save_pretrained calls them
-    "added_tokens.json",
-    "chat_template.jinja",
-    "merges.txt",
-    "special_tokens_map.json",
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "vocab.json",
-    "vocab.txt",
 )
 
 

@@ -5,8 +5,8 @@
         data.keep()                          # the run is accepted
 
 A resumed run takes windows and a trained tokenizer from the output folder, so that it sees the very
-same ones. Until keep() they are in a work folder (replacing.py), so that a run which is refused
-takes nothing away from an earlier one.
+same ones; refuse_others() holds it against what it is told now. Until keep() they are in a work
+folder (replacing.py), so that a run which is refused takes nothing away from an earlier one.
 """
 
 import contextlib
@@ -30,6 +30,7 @@ from ..models import Choice
 from .encode import encoded, packed, template
 from .files import DataError, find_sources, read_sources
 from .options import Options
+from .origin import ANEW, origin, refuse_other_data, refuse_other_model
 from .ranks import led
 
 DATA_NAME, TOKENIZER_NAME = "data", "tokenizer"  # folders in the output
@@ -38,6 +39,7 @@ PARTS = ("training", "held_out")
 TARGET = "tokens"
 PROMPT_CHARACTERS = 200
 END = "<|endoftext|>"
+VOCABULARY_MIN = 256 + 1  # all bytes, and the end of a text
 TRAINING_CHARACTERS_MAX = 32_000_000  # more text changes a small vocabulary little
 
 
@@ -62,7 +64,7 @@ def prepare(
     read them. Raises DataError where there is too little."""
     folder = output / DATA_NAME
     count = ranks.count if ranks is not None else 1
-    if options.results.resume and (folder / READY_NAME).is_file():
+    if options.results.resume:
         yield _read(options, choice, folder, output / TOKENIZER_NAME, lambda: None, count)
         return
     if ranks is not None and ranks.rank:
@@ -85,11 +87,38 @@ def prepare(
                 folder.rmdir()
 
 
+def check_vocabulary(choice: Choice) -> None:
+    """Raises ValueError where the model's vocabulary is too small for a tokenizer of its own."""
+    size = choice.config.vocab_size
+    if choice.tokenizer is None and size < VOCABULARY_MIN:
+        raise ValueError(
+            f"a vocabulary of {size} is too small for the tokenizer that is trained, which has all "
+            f"bytes: --vocabulary {VOCABULARY_MIN} is the smallest"
+        )
+
+
+def refuse_others(options: Options, choice: Choice, output: Path) -> None:
+    """Raises ValueError where a run that is resumed would not be the one that it continues: other
+    data are named than it read, or it has lost them, or its model is described otherwise."""
+    ready = output / DATA_NAME / READY_NAME
+    needed = [ready, *(output / DATA_NAME / f"{part}.arrow" for part in PARTS)]
+    needed += [] if choice.tokenizer else [output / TOKENIZER_NAME / "tokenizer.json"]
+    for file in needed:
+        if not file.is_file():
+            raise ValueError(f"cannot resume: the run has lost {file}: {ANEW}")
+    before = json.loads(ready.read_text()).get("origin", {})
+    refuse_other_model(before, choice, output)
+    if "data" in options.given:
+        refuse_other_data(before, options.start.data, output)
+
+
 def _make(options: Options, choice: Choice, trained: Path, folder: Path) -> str:
     """Returns where the windows are. `trained`: where a tokenizer goes that has to be trained."""
     start = options.start
     limit = None if start.data_limit is None else parse_size(start.data_limit)
-    found = read_sources(find_sources(start.data), start.held_out, folder / "read")
+    limit_told = f" within --data-limit {start.data_limit}" if start.data_limit else ""
+    named = find_sources(start.data)
+    found = read_sources(named, start.held_out, folder / "read")
     sources = limited(list(found), limit, options.training.seed)
     parts = [split(rows, start.held_out, options.training.seed) for rows in sources]
     tokenizer = choice.load_tokenizer()
@@ -103,6 +132,11 @@ def _make(options: Options, choice: Choice, trained: Path, folder: Path) -> str:
             f"vocabulary {choice.config.vocab_size}"
         )
     for name, rows_of in zip(PARTS, zip(*parts, strict=True), strict=True):
+        if not any(map(len, rows_of)):
+            raise DataError(
+                "nothing is left to hold out: none of the data has two pieces of text or two "
+                f"records{limit_told}. More data{limit_told and ' or a larger limit'} would help"
+            )
         tokens = [
             encoded(rows, tokenizer, folder / f"{name}-{i}.arrow")
             for i, rows in enumerate(rows_of)
@@ -111,7 +145,8 @@ def _make(options: Options, choice: Choice, trained: Path, folder: Path) -> str:
         packed(concatenate_datasets(tokens), start.sequence, folder / f"{name}.arrow")
     count = sum(sum(rows["ends"]) if "ends" in rows.features else len(rows) for rows in sources)
     held_out = next(rows for _, rows in parts if len(rows))
-    ready = {"count": count, "prompt": _prompt(tokenizer, held_out[0])}
+    prompt = _prompt(tokenizer, held_out[0])
+    ready = {"count": count, "prompt": prompt, "origin": origin(choice, named)}
     (folder / READY_NAME).write_text(json.dumps(ready))
     return str(folder)
 

@@ -36,11 +36,12 @@ from ..._config.choices import (
     workers,
 )
 from ..._config.launched import rank_name
-from ..._config.sizes import parse_size
+from ..._config.sizes import parse_size, parse_some
 from ..._config.update_modes import LockFree, parse_update
 from ..._errors import nearest
 from ..._storage.replacing import write_whole
 from ..lora import parse_lora
+from .identity import IDENTITY, differences
 
 OPTIONS_NAME = "options.yaml"
 NOT_KEPT = ("config", "resume", "overwrite")
@@ -79,6 +80,7 @@ Unset = tyro.conf.arg(help_behavior_hint="")
 Text = Annotated[str | None, _given(str, "TEXT"), Unset]
 Name = Annotated[str | None, _given(str, "PATH"), Unset]
 Size = Annotated[str | None, _given(as_written(parse_size), "SIZE"), Unset]
+SomeSize = Annotated[str | None, _given(as_written(parse_some), "SIZE"), Unset]
 Positive = Annotated[int, _given(positive, "N")]
 Count = Annotated[int, _given(count, "N")]
 Some = Annotated[int | None, _given(positive, "N"), Unset]
@@ -111,7 +113,7 @@ class Start:
             help_behavior_hint="",
         ),
     ] = ()
-    data_limit: Size = None
+    data_limit: SomeSize = None
     """use so much of the data at most"""
     held_out: Annotated[float, _given(fraction, "PART")] = 0.05
     """part of the data kept for evaluation"""
@@ -139,7 +141,7 @@ class Memory:
     """budget of the ssd tier; without it, from what --ssd-path has free"""
     ssd_path: Annotated[tuple[str, ...], _several(folder, "DIR ..."), Unset] = ()
     """folders on one or several disks; without it, there is no ssd tier"""
-    ssd_endurance: Size = None
+    ssd_endurance: SomeSize = None
     """what the drives last for, all together (TBW on their data sheets), such as 600TB"""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     """of the computation; auto: bfloat16, or float32 on a processor without arithmetic for it"""
@@ -220,8 +222,8 @@ class Results:
     """what the model continues at the end; without it the beginning of held-out data"""
     generate: Count = 64
     """tokens to generate at the end; 0: none"""
-    no_progress: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """log lines in place of a progress bar"""
+    progress: bool = True
+    """a progress bar on a terminal; without it, log lines"""
 
 
 @dataclass(frozen=True)
@@ -232,10 +234,14 @@ class Options:
     memory: Memory = field(default_factory=Memory)
     training: Training = field(default_factory=Training)
     results: Results = field(default_factory=Results)
+    given: Annotated[frozenset[str], tyro.conf.Suppress] = field(
+        default=frozenset(), compare=False
+    )  # names of those that this call gave, and not the run that it continues
 
     def flat(self) -> dict[str, Any]:
         """By name, without groups."""
-        return {k: v for group in dataclasses.asdict(self).values() for k, v in group.items()}
+        groups = (self.start, self.memory, self.training, self.results)
+        return {k: v for group in groups for k, v in dataclasses.asdict(group).items()}
 
     def replaced(self, group: str, **values: Any) -> Options:
         """With other values in one group."""
@@ -266,7 +272,10 @@ class Options:
 
 
 def read(file: Path) -> dict[str, Any]:
-    """The options in a YAML file. Raises ValueError for what is none, with the nearest name."""
+    """The options in a YAML file. Raises ValueError for what is none, with the nearest name.
+
+    As on the command line, `no-` before the name of a switch turns it off.
+    """
     try:
         values = yaml.safe_load(file.read_text())
     except yaml.YAMLError as error:
@@ -274,10 +283,19 @@ def read(file: Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise ValueError(f"{file} holds no options such as 'steps: 100'")
     known = Options().flat()
-    given = {str(name).replace("-", "_"): value for name, value in values.items()}
-    for name in given:
+    given = {}
+    for name, value in ((str(n).replace("-", "_"), v) for n, v in values.items()):
+        switch = name.removeprefix("no_")
+        if name not in known and isinstance(known.get(switch), bool) and isinstance(value, bool):
+            name, value = switch, not value
         if name not in known:
             raise ValueError(f"{file}: unknown option {name!r}: {nearest(name, known)}")
+        if isinstance(value, bool) != isinstance(known[name], bool):
+            kind = "true or false" if isinstance(known[name], bool) else "a value"
+            raise ValueError(f"{file}: {name} takes {kind}, not {value!r}")
+        given[name] = value
+    if "config" in given:
+        raise ValueError(f"{file}: a file of options cannot name another with config")
     return given
 
 
@@ -287,7 +305,7 @@ def as_arguments(values: Mapping[str, Any]) -> list[str]:
     for name, value in values.items():
         flag = name.replace("_", "-")
         if isinstance(value, bool):
-            words += [f"--{flag}"] if value else []
+            words.append(f"--{flag}" if value else f"--no-{flag}")
         elif isinstance(value, list | tuple):
             words += [f"--{flag}", *map(str, value)]
         elif value is not None:
@@ -302,31 +320,49 @@ def parse(
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     first.add_argument("--config", type=Path)
     first.add_argument("--output")
-    first.add_argument("--resume", action="store_true")
+    first.add_argument("--resume", action=argparse.BooleanOptionalAction)
     found = first.parse_known_args(arguments)[0]
     in_file = read(found.config) if found.config else {}
     given = dict(preset or {}) | in_file
     output = Path(found.output or given.get("output", Results.output))
-    if found.resume:
+    resume = given.get("resume", False) if found.resume is None else found.resume
+    if resume:
         if not (output / OPTIONS_NAME).is_file():
             _refuse(f"--resume: there is no run in {output}")
         remembered = read(output / OPTIONS_NAME)
         given = remembered | {"output": str(output)} | in_file
-    flags = ["--help", *(f"--{name.replace('_', '-')}" for name in Options().flat())]
-    for flag in (word.partition("=")[0] for word in arguments if word.startswith("--")):
+    flags = _flags()
+    told = [word.partition("=")[0] for word in arguments if word.startswith("--")]
+    for flag in told:
         if flag not in flags:
             _refuse(f"unknown option {flag!r}: {nearest(flag, flags)}")
-    options = tyro.cli(
-        Options,
-        args=[*as_arguments(given), *arguments],
-        prog="strata finetune" if preset is None else "strata demo",
-        description=description,
-        config=(tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff),
-    )
-    _check(options)
-    if found.resume:
+    named = frozenset(flag.removeprefix("--").replace("-", "_") for flag in told) | in_file.keys()
+    prog = "strata finetune" if preset is None else "strata demo"
+    options = _parsed([*as_arguments(given), *arguments], prog, description)
+    options = dataclasses.replace(options, given=named)
+    if resume:
+        if options.memory.dtype == "auto":  # which is what the run found
+            options = options.replaced("memory", dtype=remembered.get("dtype", "auto"))
         _check_same(options, remembered, output)
+    _check(options)
     return options
+
+
+def _parsed(arguments: Sequence[str], prog: str, description: str | None = None) -> Options:
+    return tyro.cli(
+        Options,
+        args=arguments,
+        prog=prog,
+        description=description,
+        config=(tyro.conf.OmitArgPrefixes,),
+    )
+
+
+def _flags() -> list[str]:
+    """All that there are."""
+    known = {name.replace("_", "-"): value for name, value in Options().flat().items()}
+    switches = [f"--no-{name}" for name, value in known.items() if isinstance(value, bool)]
+    return ["--help", *(f"--{name}" for name in known), *switches]
 
 
 def _check(options: Options) -> None:
@@ -355,22 +391,17 @@ def _check(options: Options) -> None:
         _refuse(str(error))
 
 
-# What must stay as it was for a resumed run to be the run that it continues.
-IDENTITY = (
-    *("model", "lora", "frozen", "seed", "batch", "sequence", "accumulation", "dtype", "lr"),
-    "weight_decay",
-)
-
-
 def _check_same(options: Options, remembered: Mapping[str, Any], output: Path) -> None:
-    defaults, now = Options().flat(), options.flat()
-    for name in IDENTITY:
-        before = remembered.get(name, defaults[name])
-        if now[name] != before:
-            _refuse(
-                f"cannot resume: {name} was {before!r} in the run that {output} holds, and is "
-                f"{now[name]!r} now"
-            )
+    """Refuses what would make another run of it."""
+    before, now = (
+        _parsed(as_arguments({k: v for k, v in told.items() if k in IDENTITY}), "").flat()
+        for told in (remembered, options.flat())
+    )
+    if found := differences(before, now):
+        _refuse(
+            f"cannot resume the run in {output}: {'; '.join(found)}. Leave that out to go on with "
+            "it; --overwrite in place of --resume starts anew"
+        )
 
 
 def _refuse(message: str) -> NoReturn:

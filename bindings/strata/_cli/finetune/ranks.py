@@ -38,15 +38,15 @@ def meet() -> Ranks | None:
     return ranks_there()
 
 
-def led(ranks: Ranks | None, do: Callable[[], str]) -> str:
+def led(ranks: Ranks | None, do: Callable[[], str | None]) -> str:
     """What `do` returns on rank 0. Raises there what it raises, and on the others StrataError."""
     if ranks is None:
-        return do()
+        return do() or ""
     failure: BaseException | None = None
     said: dict[str, str] = {}
     if ranks.rank == 0:
         try:
-            said = {"found": do()}
+            said = {"found": do() or ""}
         except BaseException as error:
             failure, said = error, {"error": f"{type(error).__name__}: {error!s:.1000}"}
     with contextlib.ExitStack() as stack:

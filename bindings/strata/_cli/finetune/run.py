@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,11 +42,11 @@ from ..lora import add_adapters
 from ..models import Choice, choose
 from .check import Wear, check
 from .claim import MODEL_NAME, claim, remove_earlier
-from .data import Data, prepare
+from .data import Data, check_vocabulary, prepare, refuse_others
 from .interrupt import Interrupt
 from .options import Options
 from .picture import draw
-from .ranks import Lead, meet
+from .ranks import Lead, led, meet
 from .trainer import Finetuner, Follower, training_arguments
 from .view import make_view, opening, plain_needs, summary
 
@@ -74,10 +75,14 @@ def run(options: Options) -> int:
     choice = choose(start.model, start.vocabulary, start.sequence, start.trust_remote_code)
     if start.lora and choice.weights is None:
         raise ValueError("--lora trains adapters of a saved model, and --model names a fresh one")
+    check_vocabulary(choice)
     check_trackers(results.report_to)
     claim(output, options)
     if results.resume:
-        check_ranks(newest_checkpoint(output), output, ranks)
+        newest = newest_checkpoint(output)
+        check_ranks(newest, output, ranks)
+        check_steps(steps_of(newest), options.training.steps, output)
+        led(ranks, partial(refuse_others, options, choice, output))
     device = choose_device(options.memory.device)
     if ranks is not None:
         refuse_for_ranks(device)
@@ -127,6 +132,20 @@ def check_ranks(checkpoint: Path | None, output: Path, ranks: Ranks | None) -> N
         )
 
 
+def steps_of(checkpoint: Path | None) -> int:
+    """How many had been made."""
+    return int(checkpoint.name.rpartition("-")[2]) if checkpoint else 0
+
+
+def check_steps(done: int, steps: int, output: Path) -> None:
+    """Raises ValueError where a run was to end before where it is."""
+    if steps < done:
+        raise ValueError(
+            f"cannot resume to --steps {steps}: the run in {output} has made {done} already, and "
+            f"goes on with more than these"
+        )
+
+
 def refuse_for_ranks(device: str) -> None:
     """Raises ValueError for what several ranks cannot do yet."""
     if device != HOST:
@@ -148,9 +167,9 @@ def train(
     """To the last step. False: interrupted, with a checkpoint to continue from."""
     results, state = options.results, wrapped(trainer.model)
     newest = newest_checkpoint(results.output) if results.resume else None
-    done = int(newest.name.rpartition("-")[2]) if newest else 0
+    done = steps_of(newest)
     budgets = tier_budgets(state.config)
-    view = make_view(options.training.steps, done, budgets, results.no_progress, lead.leads)
+    view = make_view(options.training.steps, done, budgets, not results.progress, lead.leads)
     interrupt = Interrupt(view.note)
     with Follower(view, interrupt, wear, lead, Path(results.output)) as follower:
         trainer.follow(follower)

@@ -136,6 +136,18 @@ class Finetuner(TrainerMixin, Trainer):
         else:
             super().save_model(output_dir, _internal_call)
 
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """The next step gets the rate of this run's schedule: it may be longer than the one whose
+        rate was saved."""
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is None:
+            return
+        schedule = self.lr_scheduler
+        rates = zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)
+        schedule._last_lr = [base * share(schedule.last_epoch) for base, share in rates]
+        for group, rate in zip(schedule.optimizer.param_groups, schedule._last_lr, strict=True):
+            group["lr"] = rate
+
     def go_on_from(self, checkpoint: Path) -> None:
         """Trains on, if there are steps left."""
         state = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME))
