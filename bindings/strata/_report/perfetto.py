@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from .._profiling.timeline import LINKS, StepRecord, bandwidth, stall_name
+from .._storage.replacing import write_text
 
 PROCESS = 1
 COUNTER_BINS = 200  # per step
@@ -38,7 +39,7 @@ def write(records: Sequence[StepRecord], path: Path) -> None:
     """Writes a trace. Raises ValueError where nothing was recorded."""
     if not records:
         raise ValueError("no step was recorded, so there is nothing to show")
-    path.write_text(json.dumps(trace(records)))
+    write_text(path, json.dumps(trace(records)))
 
 
 def trace(records: Sequence[StepRecord]) -> dict[str, Any]:

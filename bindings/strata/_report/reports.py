@@ -28,6 +28,7 @@ from .._config.sizes import format_size
 from .._profiling import timeline
 from .._profiling.timeline import StepRecord
 from .._profiling.windows import Judged
+from .._storage.replacing import write_text
 from . import report_text
 
 if TYPE_CHECKING:
@@ -198,7 +199,7 @@ class Report:
 
     def save(self, path: AnyPath) -> None:
         """Writes it as JSON, for `strata report`."""
-        as_path(path).write_text(json.dumps({"format": FORMAT, **self.to_dict()}))
+        write_text(as_path(path), json.dumps({"format": FORMAT, **self.to_dict()}))
 
     @staticmethod
     def load(path: AnyPath) -> Report:

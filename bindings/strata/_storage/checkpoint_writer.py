@@ -37,6 +37,7 @@ from .checkpoint_files import CheckpointError, Record, replace_folder, write_man
 from .extra_state import extra_places, take_extra_state
 from .extras import to_json
 from .pace import Pace
+from .replacing import writing
 from .shards import Earlier, Shard, ShardWriter, Wanted, cut, describe, free_name, shape_of
 from .stored import StoredTensor, persistent_buffers, stored_tensors
 from .together import Together, keeper_of
@@ -133,6 +134,7 @@ class Work:
         """The folder takes its place. REQUIRES: the manifest has steps, of several ranks by join().
         See Note [One commit]."""
         with contextlib.ExitStack() as stack:
+            stack.enter_context(writing(self.path, self.manifest["bytes"]))
             with self.together.phase() as phase:
                 if self.together.leads:
                     phase.said = str(stack.enter_context(replace_folder(self.path)))

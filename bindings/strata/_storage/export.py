@@ -50,6 +50,7 @@ from .replacing import (
     sync,
     work_folders,
     write_whole,
+    writing,
 )
 from .saved_file import stream_file
 from .stored import base_model
@@ -103,12 +104,14 @@ def export_safetensors(
     if has_adapters(model) and not merge:
         if dtype is not None:
             raise ValueError(f"adapters are written as they are computed with, not as {dtype}")
-        cast(Any, model).save_pretrained(str(as_path(path)))
+        with writing(as_path(path)):
+            cast(Any, model).save_pretrained(str(as_path(path)))
         return
     tensors = exported(state, dtype, merge)
     shards = list(_shards({name: t.nbytes for name, t in tensors.items()}, shard_bytes))
     files: dict[str, str] = {}
-    with replace_export(as_path(path)) as folder:
+    size = sum(t.nbytes for t in tensors.values())
+    with writing(as_path(path), size), replace_export(as_path(path)) as folder:
         for number, names in enumerate(shards, start=1):
             file = f"model-{number:05}-of-{len(shards):05}.safetensors"
             file = SINGLE_NAME if len(shards) == 1 else file
@@ -116,7 +119,7 @@ def export_safetensors(
             files |= dict.fromkeys(names, file)
         _save_configs(base_model(model), folder, tensors)
         if len(shards) > 1:
-            write_index(folder, files, sum(t.nbytes for t in tensors.values()))
+            write_index(folder, files, size)
 
 
 def has_adapters(model: nn.Module) -> bool:

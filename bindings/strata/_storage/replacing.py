@@ -20,6 +20,7 @@ Use from one thread at a time.
 """
 
 import contextlib
+import errno
 import fcntl
 import json
 import logging
@@ -33,10 +34,12 @@ from pathlib import Path
 from typing import Any
 
 from .._config import machine
+from .._config.sizes import format_size
 
 MARKER_NAME = "strata-work.json"
 PREFIX_END = ".strata-"
 UNMARKED = re.compile(r"[a-z0-9_]{8}")  # as tempfile ends names
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 ATTEMPTS = 10  # to have a folder that nobody takes away before it is marked
 
 log = logging.getLogger("strata")
@@ -140,11 +143,53 @@ def is_mount_point(path: Path) -> bool:
         return False
 
 
+@contextlib.contextmanager
+def writing(path: Path, byte_count: int | None = None) -> Iterator[None]:
+    """Around the writing of a file or a folder. Where there is no room, the error of the system
+    says neither where nor for what: the OSError that is raised in its place names `path`, what it
+    takes, if that is known, and what is free."""
+    try:
+        yield
+    except Exception as error:
+        code = no_room(error)
+        if code is None or getattr(error, "filename", None) is not None:
+            raise
+        takes = f"it takes {format_size(byte_count)}, and " if byte_count is not None else ""
+        if code == errno.EFBIG:
+            why = f"{takes}the file system or `ulimit -f` allows no file as large"
+        else:
+            place = next(folder for folder in path.absolute().parents if folder.is_dir())
+            why = f"{takes}{format_size(machine.free_disk_bytes([str(place)]))} are free there"
+        raise OSError(code, f"{os.strerror(code)} ({why})", str(path)) from error
+
+
+def no_room(error: BaseException) -> int | None:
+    """Which of NO_ROOM it tells of, or what it was raised from. Libraries that are written in Rust
+    raise classes of their own, with the number in the text."""
+    if isinstance(error, OSError) and error.errno in NO_ROOM:
+        return error.errno
+    told = re.search(r"os error (\d+)", str(error))
+    if told and int(told[1]) in NO_ROOM:
+        return int(told[1])
+    return no_room(error.__cause__) if error.__cause__ is not None else None
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a file in place, in UTF-8."""
+    content = text.encode()
+    with writing(path, len(content)):
+        path.write_bytes(content)
+
+
 def write_whole(path: Path, text: str) -> None:
     """Writes a file. Killed at any moment, there is the old one or the whole new one."""
     temporary = path.with_name(f"{path.name}.tmp")
-    temporary.write_text(text)
-    sync(temporary)
+    try:
+        write_text(temporary, text)
+        sync(temporary)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
     os.replace(temporary, path)
 
 

@@ -27,7 +27,7 @@ from .checkpoint_files import (
     replace_folder,
     write_manifest,
 )
-from .replacing import sync
+from .replacing import sync, writing
 from .snapshot_files import (
     FORMAT,
     GRAD,
@@ -54,16 +54,17 @@ def copy_pages(
     names = [f"pages-{first + i}.bin" for i in range(drives)]
     targets = [os.open(folder / n, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600) for n in names]
     page = page_memory(page_bytes)
+    held = sorted(slots)
+    rows = held[-1][0] // drives + 1 if held else 1
     try:
-        held = sorted(slots)
-        rows = held[-1][0] // drives + 1 if held else 1
-        for target in targets:
-            os.ftruncate(target, rows * page_bytes)
-        for slot, _, _, size in held:
-            read(slot, page)
-            _write_all(targets[slot % drives], page[:size], slot // drives * page_bytes)
-        for target in targets:
-            os.fsync(target)
+        with writing(folder, sum(size for *_, size in held)):
+            for target in targets:
+                os.ftruncate(target, rows * page_bytes)
+            for slot, _, _, size in held:
+                read(slot, page)
+                _write_all(targets[slot % drives], page[:size], slot // drives * page_bytes)
+            for target in targets:
+                os.fsync(target)
     finally:
         for target in targets:
             os.close(target)

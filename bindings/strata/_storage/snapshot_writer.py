@@ -36,6 +36,7 @@ from .checkpoint_files import STATE_NAME, CheckpointError, TensorWriter
 from .durability import Durability
 from .large_manifest import write_large_manifest
 from .rank_board import Board
+from .replacing import writing
 from .snapshot_context import Context, Form, write_state
 from .snapshot_files import FORMAT, id_at
 from .snapshot_kept import KeptSnapshots
@@ -159,7 +160,7 @@ class Writer:
     def _commit(self, pages: TakenSnapshot, drives: list[int]) -> None:
         """`drives`: how many each rank has."""
         folder, together = self._asked.folder, self._together
-        with contextlib.ExitStack() as stack:
+        with writing(folder), contextlib.ExitStack() as stack:
             # 3. The new folder.
             with together.phase() as phase:
                 if together.leads:

@@ -38,6 +38,7 @@ from .. import _core
 from .._config import device, machine
 from .._config.paths import AnyPath, as_path
 from .._runtime.wrapped import wrapped
+from .replacing import write_text
 
 if TYPE_CHECKING:
     from .._core import Trace
@@ -95,7 +96,7 @@ def save(path: AnyPath, trace: Trace, origin: Origin | None = None) -> None:
     target = as_path(path)
     partial = target.with_name(f"{target.name}.{os.getpid()}")
     try:
-        partial.write_text("{" + ",\n".join(lines) + "}\n")
+        write_text(partial, "{" + ",\n".join(lines) + "}\n")
         partial.replace(target)
     finally:
         partial.unlink(missing_ok=True)

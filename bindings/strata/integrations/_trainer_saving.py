@@ -27,7 +27,7 @@ from .._errors import StrataError, is_for_snapshots, with_more
 from .._runtime.wrapped import wrapped
 from .._storage import rng
 from .._storage.rank_board import death_s, name_dead
-from .._storage.replacing import make_newest
+from .._storage.replacing import make_newest, writing
 from .._storage.saving import save
 from .._storage.snapshot import SnapshotHandle, drop_removed, snapshot_alone
 from .._storage.snapshot_load import load
@@ -159,6 +159,10 @@ class SavingMixin(_Base):
         folder = run / f"checkpoint-{self.state.global_step}"
         if self.args.should_save:
             (folder / TRAINER_STATE).unlink(missing_ok=True)
+        with writing(folder):
+            self._write_checkpoint(model, trial, run, folder)
+
+    def _write_checkpoint(self, model: Any, trial: Any, run: Path, folder: Path) -> None:
         if not self.snapshots:
             super()._save_checkpoint(model, trial)
             return

@@ -25,7 +25,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from ..._config.ranks import Ranks
 from ..._config.sizes import parse_size
-from ..._storage.replacing import WorkFolder, dead_folders, remove
+from ..._storage.replacing import WorkFolder, dead_folders, remove, writing
 from ..models import Choice
 from .encode import encoded, packed, template
 from .files import DataError, find_sources, read_sources
@@ -77,7 +77,8 @@ def prepare(
     with WorkFolder(folder, TARGET) as work:
         try:
             tokenizer = work.path / TOKENIZER_NAME
-            led(ranks, lambda: _make(options, choice, tokenizer, work.path))
+            with writing(folder):
+                led(ranks, lambda: _make(options, choice, tokenizer, work.path))
             yield _read(
                 options, choice, work.path, tokenizer, lambda: _place(work.path, output), count
             )

@@ -19,6 +19,7 @@ import datasets
 from datasets import Dataset, Features, Value
 
 from ..._errors import listed
+from ..._storage.replacing import no_room
 
 SKIPPED_FOLDERS = frozenset({"__pycache__", "dist-packages", "node_modules", "site-packages"})
 RECORDS = {".jsonl": "json", ".parquet": "parquet"}  # what the library calls their formats
@@ -81,6 +82,8 @@ def read_sources(sources: Sources, piece_share: float, cache: Path) -> Iterator[
                 RECORDS[file.suffix], data_files=str(file), split="train", cache_dir=str(cache)
             )
         except Exception as error:  # the library raises whatever its parsers do
+            if no_room(error):
+                raise
             why = " ".join(str(error.__cause__ or error).split())
             raise DataError(f"{file} cannot be read as records: {why}") from error
 

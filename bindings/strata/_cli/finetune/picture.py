@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import ScalarFormatter
 
 from ..._report.html_figures import TIER_COLOURS
+from ..._storage.replacing import writing
 
 Record = dict[str, Any]
 SMOOTHING = 0.9  # of the loss: the share that the past keeps at every step
@@ -26,7 +27,8 @@ def draw(history: list[Record], budgets: dict[str, int], path: Path, title: str)
     _draw_loss(upper, steps, [record for record in history if "eval_loss" in record])
     _draw_memory(lower, steps, budgets)
     upper.set_title(title)
-    figure.savefig(path, dpi=120)
+    with writing(path):
+        figure.savefig(path, dpi=120)
 
 
 def _draw_loss(axes: Any, steps: list[Record], evaluations: list[Record]) -> None:

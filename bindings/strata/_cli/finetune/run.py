@@ -34,6 +34,7 @@ from ..._config.sizes import format_count
 from ..._report.reports import make_report
 from ..._runtime.wrapped import wrapped
 from ..._storage.export import export_safetensors
+from ..._storage.replacing import writing
 from ..._storage.tiled import tile_as
 from ...integrations._trainer_checkpoints import STATE_FOLDER
 from ...integrations.transformers import newest_checkpoint
@@ -252,7 +253,8 @@ def finish(trainer: Finetuner, choice: Choice, options: Options, data: Data) -> 
     budgets = tier_budgets(state.config)
     make_report(state).save(output / "report.json")
     export_safetensors(trainer.model, output / MODEL_NAME)
-    data.tokenizer.save_pretrained(output / MODEL_NAME)
+    with writing(output / MODEL_NAME):
+        data.tokenizer.save_pretrained(output / MODEL_NAME)
     history = trainer.state.log_history
     draw(history, budgets, output / "progress.png", choice.name)
     needs = plain_needs(choice, options)

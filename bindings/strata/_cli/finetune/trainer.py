@@ -28,6 +28,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 
 from ..._config.choices import HOST
 from ..._runtime.wrapped import wrapped
+from ..._storage.replacing import write_text, writing
 from ..._storage.snapshot_load import load
 from ...integrations._trainer_checkpoints import STATE_FOLDER
 from ...integrations.transformers import TrainerMixin, held
@@ -192,7 +193,7 @@ class Follower(TrainerCallback, AbstractContextManager["Follower"]):
         records = [record for record in state.log_history if _is_figure(record)]
         self.seconds = records[-1]["seconds"] if records else 0.0
         if self._lead.leads:
-            self._path.write_text("".join(json.dumps(record) + "\n" for record in records))
+            write_text(self._path, "".join(json.dumps(record) + "\n" for record in records))
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         """Called by the Trainer."""
@@ -214,7 +215,7 @@ class Follower(TrainerCallback, AbstractContextManager["Follower"]):
         """Called by the Trainer, with what it logs."""
         if not _is_figure(logs) or not self._lead.leads:
             return
-        with open(self._path, "a") as file:
+        with writing(self._path), open(self._path, "a") as file:
             file.write(json.dumps({**logs, "step": state.global_step}) + "\n")
         if "loss" in logs:
             self._view.step({**logs, "step": state.global_step})
