@@ -18,6 +18,7 @@ __all__ = [
     "listed",
     "names_nearest",
     "nearest",
+    "nearest_option",
     "with_more",
 ]
 
@@ -31,6 +32,8 @@ EXTRAS = {
     ),
 }
 
+NEAR = 0.65  # of 1: the likeness of options; that of --tokens and --workers is less
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -43,6 +46,14 @@ def nearest(word: str, valid: Iterable[str]) -> str:
     if close:
         return f"did you mean {folded[close[0]]!r}?"
     return "valid: " + ", ".join(repr(choice) for choice in choices)
+
+
+def nearest_option(word: str, options: Iterable[str], command: str) -> str:
+    """What is said of an option that there is not: the nearest one, where one is near."""
+    names = {option.lstrip("-"): option for option in options}
+    close = difflib.get_close_matches(word.lstrip("-").lower(), names, n=1, cutoff=NEAR)
+    what = f"did you mean {names[close[0]]!r}?" if close else f"{command} --help lists all"
+    return f"unknown option {word!r}: {what}"
 
 
 def import_failure(error: ImportError) -> str:

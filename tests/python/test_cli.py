@@ -1,6 +1,8 @@
 """The command line itself: how soon it answers, what it imports, and how it ends."""
 
+import ast
 import contextlib
+import json
 import os
 import re
 import signal
@@ -13,7 +15,16 @@ import pytest
 import strata
 from strata._cli import main as cli
 from strata._cli.finetune import options as finetune_options
-from strata._cli.options import Parser, estimate_parser, io_tune_parser, plan_parser
+from strata._cli.options import (
+    Parser,
+    doctor_parser,
+    estimate_parser,
+    io_tune_parser,
+    plan_parser,
+    report_parser,
+    snapshots_parser,
+)
+from strata._errors import nearest_option
 
 ENVIRONMENT = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
 COMMAND = [sys.executable, "-m", "strata"]
@@ -199,3 +210,131 @@ def test_a_folder_without_a_model_is_refused_by_its_name(
     told[2] = "gigantic"
     assert cli.main(told) == 1
     assert capsys.readouterr().err.count("llama-1b") == 1
+
+
+CLI = Path(cli.__file__).parent
+# Files of the command line, and the commands that may say what stands in them.
+SAID_BY = {
+    "finetune/": ("finetune",),
+    "models.py": ("finetune", "estimate"),
+    "lora.py": ("finetune", "estimate"),
+    "planner.py": ("plan", "estimate"),
+    "estimate.py": ("estimate",),
+    "sharing.py": ("plan", "estimate"),
+    "io_tune.py": ("io-tune",),
+    "snapshots.py": ("snapshots",),
+    "doctor/": ("doctor",),
+    "../_config/choices.py": ("finetune", "estimate"),
+}
+OPTION = r"(?<![\w-])--[a-z]+(?:-[a-z]+)*(?![-\w\0])"
+ELSEWHERE = {
+    "--ulimit",  # of a container
+    "--nproc-per-node",  # of torchrun
+    "--help",
+    "--trust-remote-code",  # models.py asks whether the command has it
+    "--vocabulary",  # which only finetune passes on
+}
+
+
+def options_of(command: str) -> set[str]:
+    """All that a command takes."""
+    if command == "finetune":
+        return set(finetune_options._flags())
+    makers = {
+        "plan": plan_parser, "estimate": estimate_parser, "io-tune": io_tune_parser,
+        "doctor": doctor_parser, "snapshots": snapshots_parser,
+        "report": report_parser,
+    }  # fmt: skip
+    parsers = [makers[command](None)]
+    found: set[str] = set()
+    while parsers:
+        for action in parsers.pop()._actions:
+            found |= set(action.option_strings)
+            if isinstance(action.choices, dict):
+                parsers += action.choices.values()
+    return found
+
+
+def words_of(file: Path) -> Iterator[str]:
+    """The texts of a file that are no docstrings."""
+    tree = ast.parse(file.read_text())
+    docs = {id(n.value) for n in ast.walk(tree) if isinstance(n, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr):
+            parts = [v.value if isinstance(v, ast.Constant) else "\0" for v in node.values]
+            yield "".join(map(str, parts))
+        elif (
+            isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docs
+        ):
+            yield node.value
+
+
+def test_no_message_names_an_option_that_its_command_has_not() -> None:
+    seen = 0
+    for name, commands in SAID_BY.items():
+        place = CLI / name
+        for file in sorted(place.glob("*.py")) if place.is_dir() else [place]:
+            for text in words_of(file):
+                told = re.search(r"strata ([a-z-]+) ", text)
+                of = (told[1],) if told and told[1] in cli.COMMANDS else commands
+                for option in set(re.findall(OPTION, text)) - ELSEWHERE:
+                    seen += 1
+                    for command in of:
+                        assert option in options_of(command), f"{command}: {text}"
+    assert seen > 20
+
+
+def test_an_option_that_is_not_near_is_not_offered() -> None:
+    options = ["--workers", "--batch", "--device-memory"]
+    assert nearest_option("--tokens", options, "strata x").endswith("strata x --help lists all")
+    assert nearest_option("--batch-size", options, "x").endswith("did you mean '--batch'?")
+    assert nearest_option("--device-memroy", options, "x").endswith("'--device-memory'?")
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        (["--lora", "r=0"], "--lora: r: '0' is not a positive whole number"),
+        (["--lora", "r=4,r=5"], "gives r twice"),
+        (["--lora", "r=4,alpha=0"], "switches the adapters off"),
+        (["--lora", "r=4,dropout=1"], "is not a share below 1"),
+        (["--lora", "r=4,targets=a+"], "is not a list such as"),
+        (["--frozen", "nf4"], "give --lora r=8 as well"),
+        (["--snapshots", "2"], "give ssd= in --memory as well"),
+    ],
+)
+def test_what_is_missing_is_said_before_anything_is_counted(
+    more: list[str], says: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "strata._cli.estimate", None)
+    with pytest.raises(SystemExit):
+        cli.main(["estimate", "--model=llama-10m", "--memory=device=1GiB,host=1GiB", *more])
+    assert says in capsys.readouterr().err
+
+
+def test_a_configuration_that_no_model_can_have_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "config.json"
+    told = ["estimate", f"--model={file}", "--memory=device=1GiB,host=1GiB"]
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "vocab_size": 257}
+    for wrong in ({"num_hidden_layers": -2}, {"num_hidden_layers": 0}, {"vocab_size": -1}):
+        file.write_text(json.dumps({"model_type": "llama"} | sizes | wrong))
+        assert cli.main(told) == 1
+        ((name, value),) = wrong.items()
+        assert f"{name} is {value}, and has to be 1 at least" in capsys.readouterr().err
+    file.write_text(json.dumps({"model_type": "mystery", "auto_map": {"AutoConfig": "c.C"}}))
+    assert cli.main(told) == 1
+    assert "--trust-remote-code" not in capsys.readouterr().err
+
+
+def test_a_report_is_not_replaced_by_its_page(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "r.json"
+    file.write_text("{}")
+    for more in (["--html", file], ["--perfetto", file], ["--html", "x", "--perfetto", "x"]):
+        with pytest.raises(SystemExit):
+            cli.main(["report", str(file), *map(str, more)])
+        assert "would take the place of" in capsys.readouterr().err
+    assert file.read_text() == "{}"

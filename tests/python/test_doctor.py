@@ -169,7 +169,7 @@ def test_a_folder_on_a_drive_is_measured(tmp_path: Path) -> None:
     ("path", "says"),
     [
         ("/nowhere/at/all", "there is no such folder"),
-        ("/proc/version", "there is no such folder"),
+        ("/proc/version", "it is no folder"),
         ("/proc", "cannot be used: "),
     ],
 )

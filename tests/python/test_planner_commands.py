@@ -192,6 +192,9 @@ def test_scaling_scales_what_grows_and_nothing_else():
         (["--workers", "100000"], "--workers: workers must be from 1 to 1024, not 100000"),
         (["--workers", "9" * 5000], "9999 is more than can be counted"),
         (["--update-speed", "1e400"], "1e400 is more than can be counted"),
+        (["--memory", "device=1GiB,host=1GiB,device=2GiB"], "has two device= budgets"),
+        (["--memory", "device=0B,host=1GiB"], "leaves nothing for a step to compute in"),
+        (["--ssd-read-speed", "0"], "--ssd-read-speed: '0' is no speed"),
         (["--split", "0"], "'0' is not a positive whole number"),
         (["--upload-speed", "12GB/h"], "'12GB/h' is not a speed"),
         (["--update-speed", "many"], "'many' is not a number"),
@@ -211,7 +214,8 @@ def test_wrong_calls_are_refused_in_words(trace_path, capsys, options, says):
 
 
 def test_a_disk_of_unknown_speed_is_asked_for(trace_path, capsys):
-    assert cli.main(["plan", "--trace", trace_path, "--memory", ON_DISK]) == 1
+    with pytest.raises(SystemExit):
+        cli.main(["plan", "--trace", trace_path, "--memory", ON_DISK])
     assert "--ssd-read-speed and --ssd-write-speed, or --ssd-path" in capsys.readouterr().err
 
 
@@ -275,6 +279,7 @@ def test_what_finetune_does_by_itself_is_estimated(folder, capsys):
     many = tell("256MiB", 1024)  # 128 MiB of logits in float32
     assert many["changes"] == ["the loss is computed without logits"]
     assert many["device_bytes_min"] < 4 * 512 * 64 * 1024  # those in float32
+    assert tell("1KiB", 2)["changes"] == []  # thousands of tiles would not help
     small = tell("60KiB", 2)  # the embedding and the head have 64 KiB each
     assert "lm_head is cut into 9 tiles" in small["changes"]
 

@@ -36,7 +36,7 @@ def test_the_command_line_looks_after_all_drives(
     assert links(disk) == links(other) == []
     assert cli.main(["snapshots", "ls", str(run)]) == 1
     assert cli.main(["snapshots", "rm", str(folder)]) == 1
-    assert "cannot read" in capsys.readouterr().out
+    assert "cannot read" in capsys.readouterr().err
     again = Case(disk, HOST, llama())
     strata.load(again.model, tmp_path / "copy")
     again.close()
@@ -51,7 +51,7 @@ def test_a_checkpoint_is_told_from_a_damaged_snapshot(
     case.close()
     given = [word.format(c=tmp_path / "c", to=tmp_path / "to") for word in words]
     assert cli.main(["snapshots", *given]) == 1
-    assert "is a checkpoint of strata.save, and no snapshot" in capsys.readouterr().out
+    assert "is a checkpoint of strata.save, and no snapshot" in capsys.readouterr().err
     assert (tmp_path / "c" / "manifest.json").is_file()
 
 
@@ -64,7 +64,8 @@ def test_the_command_line_finds_what_there_is(
     )
 
     def told(*words: Any) -> tuple[int, str]:
-        return cli.main(["snapshots", *map(str, words)]), capsys.readouterr().out
+        status = cli.main(["snapshots", *map(str, words)])
+        return status, "".join(capsys.readouterr())
 
     trained = tmp_path / "trainer" / "checkpoint-4" / "strata"
     kept, gone, moved = (
@@ -89,7 +90,8 @@ def test_the_command_line_finds_what_there_is(
     assert (status, said.count("removed what")) == (0, 4)
     assert len(links(disk)) == len(links(other)) == 2, "the one that is there keeps its own"
     other.rename(tmp_path / "unplugged")
-    assert "is missing" in told("ls", trained)[1]
+    status, said = told("ls", trained)
+    assert (status, "is missing" in said) == (1, True)
     status, said = told("rm", kept)
     assert status == 0
     assert f"{other} is not there" in said
@@ -97,7 +99,10 @@ def test_the_command_line_finds_what_there_is(
     (tmp_path / "unplugged").rename(other)
     assert "removed what" in told("rm", "--lost", other)[1]
     assert links(other) == []
-    assert told("rm")[0] == 1
+    assert "keeps nothing for snapshots that were removed" in told("rm", "--lost", other)[1]
+    assert told("rm", "--lost", tmp_path / "nope") == (1, f"strata: {tmp_path}/nope is no folder\n")
+    with pytest.raises(SystemExit):
+        told("rm")
     again = Case(disk, HOST, llama())
     for path in ("copy", "newest"):
         strata.load(again.model, tmp_path / path)
@@ -150,7 +155,7 @@ def test_a_copy_is_whole_or_says_why_not(
     with monkeypatch.context() as patch:
         patch.setattr(snapshot_pages, "_write_all", slow)
         assert cli.main(["snapshots", "copy", str(folder), str(tmp_path / "copy")]) == 1
-    assert "was removed while it was copied" in capsys.readouterr().out
+    assert "was removed while it was copied" in capsys.readouterr().err
     assert not (tmp_path / "copy").exists()
     folder = strata.snapshot(case.model, tmp_path / "run", keep=1).wait()
     manifest = read_manifest(folder)
@@ -158,6 +163,22 @@ def test_a_copy_is_whole_or_says_why_not(
         file.seek(slots_of(manifest)[0][0] * manifest["page_bytes"] + 7)
         file.write(b"\x55")
     assert cli.main(["snapshots", "copy", str(folder), str(tmp_path / "copy")]) == 1
-    assert "checksum" in capsys.readouterr().out
+    assert "checksum" in capsys.readouterr().err
     assert not (tmp_path / "copy").exists()
     case.close()
+
+
+def test_a_sound_checkpoint_is_not_called_damaged(
+    tmp_path: Path, disk: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    case = Case(disk, SSD, llama())
+    strata.save(case.model, tmp_path / "step-000001")
+    case.close()
+    for place in (tmp_path / "step-000001", tmp_path):
+        cli.main(["snapshots", "ls", str(place)])
+        said = "".join(capsys.readouterr())
+        assert "a checkpoint of strata.save, and no snapshot" in said
+        assert "damaged" not in said
+    (tmp_path / "step-000001" / "manifest.json").write_text("{}")
+    assert cli.main(["snapshots", "ls", str(tmp_path / "step-000001")]) == 1
+    assert "damaged" in capsys.readouterr().out

@@ -25,7 +25,7 @@ import torch
 from .. import _core
 from .._config import device
 from .._config.budgets import UNBOUNDED
-from .._config.choices import HOST, OF_SEVERAL_MACHINES, check_base
+from .._config.choices import HOST, OF_SEVERAL_MACHINES
 from .._config.configure import config_of
 from .._config.frozen import coded_parameters, stored_forms
 from .._config.options import Options
@@ -222,10 +222,7 @@ def run(options: argparse.Namespace) -> int:
         ranks=paper_ranks(options.ranks, options.machines) if options.ranks > 1 else None,
         **{name: getattr(options, name) for name in OF_SEVERAL_MACHINES},
     )
-    if options.snapshots and not options.memory["ssd"]:
-        raise ValueError(f"--snapshots {options.snapshots} are kept on an SSD: give ssd= as well")
-    config = choose(name, None, options.sequence).config
-    check_base(options.frozen, options.lora)
+    config = choose(name, None, options.sequence, trusted=None).config
     step = Step(
         config,
         options.batch,

@@ -10,13 +10,35 @@ from typing import Any
 from .._config.choices import number, positive
 from .._errors import nearest
 
+
+def _some(text: str) -> float:
+    value = number(text)
+    if not value:
+        raise ValueError(f"{text!r} switches the adapters off")
+    return value
+
+
+def _share(text: str) -> float:
+    value = number(text)
+    if value >= 1:
+        raise ValueError(f"{text!r} is not a share below 1")
+    return value
+
+
+def _names(text: str) -> list[str]:
+    names = text.split("+")
+    if not all(names):
+        raise ValueError(f"{text!r} is not a list such as q_proj+v_proj")
+    return names
+
+
 FACTOR = 2  # alpha, in multiples of r, unless it is given
 # What is told → what PEFT calls it, and how it is read.
 WORDS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "r": ("r", positive),
-    "alpha": ("lora_alpha", number),
-    "dropout": ("lora_dropout", number),
-    "targets": ("target_modules", lambda text: text.split("+")),
+    "alpha": ("lora_alpha", _some),
+    "dropout": ("lora_dropout", _share),
+    "targets": ("target_modules", _names),
 }
 
 
@@ -30,7 +52,12 @@ def parse_lora(text: str) -> dict[str, Any]:
         if word not in WORDS:
             raise ValueError(f"unknown setting {word!r}: {nearest(word, WORDS)}")
         name, read = WORDS[word]
-        found[name] = read(value)
+        if name in found:
+            raise ValueError(f"{text!r} gives {word} twice")
+        try:
+            found[name] = read(value)
+        except ValueError as error:
+            raise ValueError(f"{word}: {error}") from error
     if "r" not in found:
         raise ValueError(f"{text!r} has no r=")
     return {"lora_alpha": FACTOR * found["r"], **found}

@@ -62,18 +62,20 @@ def _train(options: Any) -> int:
 def report(arguments: Sequence[str]) -> int:
     """Show a saved report: as text, as a page with charts, as a trace for ui.perfetto.dev."""
     from .._report.reports import Report
-    from .options import Parser
+    from .._storage.replacing import write_text
+    from .options import report_parser
 
-    parser = Parser(prog="strata report", description=report.__doc__)
-    parser.add_argument("report", metavar="REPORT.json", help="what Report.save() wrote")
-    parser.add_argument("--html", metavar="FILE", type=Path, help="one page that needs no network")
-    parser.add_argument("--perfetto", metavar="FILE", type=Path, help="a trace of the last steps")
+    parser = report_parser(report.__doc__)
     options = parser.parse_args(arguments)
+    if message := _same_files(
+        {"the report": Path(options.report), "--html": options.html, "--perfetto": options.perfetto}
+    ):
+        parser.error(message)
     found = Report.load(options.report)
     if options.html:
         with importing():
             from .._report import html_report
-        options.html.write_text(html_report.page(found), encoding="utf-8")
+        write_text(options.html, html_report.page(found))
     if options.perfetto:
         from .._report import perfetto
 
@@ -81,6 +83,17 @@ def report(arguments: Sequence[str]) -> int:
     if not options.html and not options.perfetto:
         print(found)
     return 0
+
+
+def _same_files(named: dict[str, Path | None]) -> str:
+    """What is said where one file would take the place of another. Empty where none does."""
+    seen: dict[Path, str] = {}
+    for name, path in named.items():
+        if path is None:
+            continue
+        if (other := seen.setdefault(path.resolve(), name)) != name:
+            return f"{name} {path} would take the place of {other}: give another file"
+    return ""
 
 
 def plan(arguments: Sequence[str]) -> int:
@@ -127,7 +140,10 @@ def snapshots(arguments: Sequence[str]) -> int:
     """List, copy and remove the snapshots of a run, with what they have on every drive."""
     from .options import snapshots_parser
 
-    options = snapshots_parser(snapshots.__doc__).parse_args(arguments)
+    parser = snapshots_parser(snapshots.__doc__)
+    options = parser.parse_args(arguments)
+    if options.action == "rm" and not options.snapshots and not options.lost:
+        parser.error("name the folders of snapshots, or --lost and a drive")
     with importing():
         from . import snapshots as looking_after
     return looking_after.run(options)

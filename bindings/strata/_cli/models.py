@@ -56,9 +56,11 @@ class Choice:
             return AutoTokenizer.from_pretrained(self.tokenizer, trust_remote_code=self.trusted)
 
 
-def choose(name: str, vocabulary: int | None, positions: int, trusted: bool = False) -> Choice:
+def choose(
+    name: str, vocabulary: int | None, positions: int, trusted: bool | None = False
+) -> Choice:
     """Finds the model. `positions`: the longest sequence that a fresh named one will see.
-    `trusted`: code that comes with the model may run.
+    `trusted`: code that comes with the model may run; None: no option would let it.
 
     Raises ValueError, naming the nearest valid name, for what is neither a folder, a file nor a
     size, and for a folder or file that holds no causal language model.
@@ -73,7 +75,7 @@ def choose(name: str, vocabulary: int | None, positions: int, trusted: bool = Fa
         if vocabulary is not None:
             config.vocab_size = vocabulary
         tokenizer = _tokenizer_in(path.parent)
-        return Choice(path.parent.name or name, config, None, tokenizer, trusted, path)
+        return Choice(path.parent.name or name, config, None, tokenizer, bool(trusted), path)
     if path.is_dir():
         return _saved(path, vocabulary, trusted)
     raise ValueError(
@@ -135,7 +137,7 @@ def _plain_refusals(what: str) -> Iterator[None]:
         raise ValueError(f"{what}: {why}") from error
 
 
-def _saved(path: Path, vocabulary: int | None, trusted: bool) -> Choice:
+def _saved(path: Path, vocabulary: int | None, trusted: bool | None) -> Choice:
     config = config_file(path)
     if not any(path.glob("*.safetensors")):
         raise ValueError(
@@ -148,21 +150,43 @@ def _saved(path: Path, vocabulary: int | None, trusted: bool) -> Choice:
         raise ValueError(f"{path} has no tokenizer beside its weights")
     found = _config(config, trusted)
     found.name_or_path = str(path)  # what adapters remember as their base
-    return Choice(path.resolve().name, found, path, tokenizer, trusted, config)
+    return Choice(path.resolve().name, found, path, tokenizer, bool(trusted), config)
 
 
-def _config(file: Path, trusted: bool) -> Any:
+def _config(file: Path, trusted: bool | None) -> Any:
     own_code = '"auto_map"' in file.read_text(errors="replace")
     if own_code and not trusted:
-        raise ValueError(
-            f"{file} describes a model with code of its own: --trust-remote-code runs it"
+        way = (
+            "--trust-remote-code runs it"
+            if trusted is not None
+            else "this command runs none; strata.plan() takes a model that you have built"
         )
+        raise ValueError(f"{file} describes a model with code of its own: {way}")
     place = file.parent if own_code else file  # code lies beside it
     with _plain_refusals(f"{file} does not describe a model of Transformers"):
-        config = AutoConfig.from_pretrained(place, trust_remote_code=trusted)
+        config = AutoConfig.from_pretrained(place, trust_remote_code=bool(trusted))
+    _check_counts(config, file)
     if not own_code and type(config) not in AutoModelForCausalLM._model_mapping:
         raise ValueError(f"{file}: {config.model_type!r} is not a causal language model")
     return config
+
+
+# Transformers' names of what every causal language model with such a thing has at least one of.
+COUNTS = (
+    *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"),
+    *("num_key_value_heads", "intermediate_size", "max_position_embeddings"),
+)
+
+
+def _check_counts(config: Any, file: Path) -> None:
+    """Raises ValueError for numbers of parts that no model can have: Transformers makes of a
+    negative number of layers a model without any."""
+    text = config.get_text_config()
+    least = {name: 0 for name in text.to_dict() if name.startswith(("num_", "n_"))}
+    for name, low in (least | dict.fromkeys(COUNTS, 1)).items():
+        value = getattr(text, name, None)
+        if isinstance(value, int) and not isinstance(value, bool) and value < low:
+            raise ValueError(f"{file}: {name} is {value}, and has to be {low} at least")
 
 
 def _tokenizer_in(folder: Path) -> Path | None:

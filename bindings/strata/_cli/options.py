@@ -1,5 +1,5 @@
 """The command line's options: how each is parsed, what several commands take, and the parsers of
-`strata plan`, `estimate`, `io-tune` and `doctor`: a machine, and what is asked of it. No torch.
+all commands but finetune: a machine, and what is asked of it. No torch.
 
     parser = Parser(prog="strata plan", description="...")
     add = adder(parser.add_argument_group("the step"))
@@ -12,7 +12,6 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -31,6 +30,8 @@ from .._config.choices import (
     RANKS_MAX,
     SPEED_OF,
     STATE_DTYPES,
+    as_written,
+    check_base,
     check_split,
     count,
     folder,
@@ -44,6 +45,8 @@ from .._config.choices import (
 )
 from .._config.sizes import parse_budgets, parse_some, parse_speed
 from .._config.update_modes import parse_update
+from .._errors import nearest_option
+from .lora import parse_lora
 
 if TYPE_CHECKING:
     from .._core import Budgets, Wishes
@@ -61,6 +64,7 @@ _KINDS: tuple[tuple[Callable[[str], Any], str, tuple[str, ...]], ...] = (
     (parse_factor, "X", ("--tokens-scale", "--compute-speed")),
     (parse_device, "NAME", ("--device",)),
     (parse_update, "MODE", ("--update",)),
+    (as_written(parse_lora), "r=N[,...]", ("--lora",)),
     (folder, "DIR", ("--ssd-path",)),
 )
 KINDS = {name: (parse, metavar) for parse, metavar, names in _KINDS for name in names}
@@ -100,8 +104,11 @@ class Parser(argparse.ArgumentParser):
         options = self.parse_args(arguments)
         try:
             check_split(getattr(options, "split", None), getattr(options, "activations", None))
+            if hasattr(options, "frozen"):
+                check_base(options.frozen, options.lora)
             if hasattr(options, "machines"):
                 _check_machines(options)
+                _check_ssd(options)
         except ValueError as error:
             self.error(str(error))
         return options
@@ -112,8 +119,7 @@ class Parser(argparse.ArgumentParser):
         unknown = [word for word in message.split() if word.startswith("--")]
         if message.startswith("unrecognized arguments") and unknown:
             word = unknown[0].partition("=")[0]
-            close = difflib.get_close_matches(word, options, n=1, cutoff=0.0)
-            message = f"unknown option {word!r}: did you mean {close[0]!r}?"
+            message = nearest_option(word, options, self.prog)
         super().error(message)
 
 
@@ -220,7 +226,7 @@ def estimate_parser(description: str | None) -> Parser:
     add("--dtype", DEFAULT, default="bfloat16")
     add("--update", UPDATE, default="on_step")
     add("--state-dtype", STATE_DTYPE, default="float32")
-    add("--lora", "train adapters alone: r=8, or r=8,targets=q_proj+v_proj", metavar="r=N[,...]")
+    add("--lora", "train adapters alone: r=8, or r=8,targets=q_proj+v_proj")
     add("--frozen", f"how what is not trained rests ({DEFAULT})", default=AS_IS)
     add("--flops", f"FLOP/s that the device achieves, such as 400T {measured}")
     add("--device-bandwidth", f"of the device's memory, such as 3TB/s {measured}")
@@ -239,6 +245,15 @@ def io_tune_parser(description: str | None) -> Parser:
     add("--io-engine", DEFAULT, default="auto")
     add("--workers", WORKERS)
     add("--device", f"whose links are measured: {DEVICES}", default="auto")
+    return parser
+
+
+def report_parser(description: str | None) -> Parser:
+    """The options of `strata report`."""
+    parser = Parser(prog="strata report", description=description)
+    parser.add_argument("report", metavar="REPORT.json", help="what Report.save() wrote")
+    parser.add_argument("--html", metavar="FILE", type=Path, help="one page that needs no network")
+    parser.add_argument("--perfetto", metavar="FILE", type=Path, help="a trace of the last steps")
     return parser
 
 
@@ -283,6 +298,18 @@ def doctor_parser(description: str | None) -> Parser:
     add("--workers", WORKERS)
     add("--json", "print one JSON object", action="store_true")
     return parser
+
+
+def _check_ssd(options: argparse.Namespace) -> None:
+    """Raises ValueError where an SSD is to be used of which not enough is known, or none is."""
+    speeds = (options.ssd_read_speed, options.ssd_write_speed)
+    if options.memory["ssd"] and not options.ssd_path and None in speeds:
+        raise ValueError(
+            "an ssd budget needs --ssd-read-speed and --ssd-write-speed, or --ssd-path to measure"
+        )
+    kept = getattr(options, "snapshots", 0)
+    if kept and not options.memory["ssd"]:
+        raise ValueError(f"--snapshots {kept} are kept on an SSD: give ssd= in --memory as well")
 
 
 def _check_machines(options: argparse.Namespace) -> None:
@@ -331,9 +358,13 @@ def _budgets(text: str) -> dict[str, int]:
         tier, equals, size = part.partition("=")
         if not equals:
             raise ValueError(f"{part!r} is not a budget such as device=8GiB")
+        if tier.strip() in given:
+            raise ValueError(f"{text!r} has two {tier.strip()}= budgets")
         given[tier.strip()] = size
     budgets = {"ssd": 0, **parse_budgets(given)}
     for tier in ("device", "host"):
         if tier not in budgets:
             raise ValueError(f"{text!r} has no {tier}= budget")
+    if not budgets["device"]:
+        raise ValueError(f"{text!r} leaves nothing for a step to compute in: device= is 0")
     return budgets

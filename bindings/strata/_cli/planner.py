@@ -148,15 +148,10 @@ def machine_of(
     """This machine with --device, as remembered or measured now, but with the speeds that --*-speed
     gives. REQUIRES: options.device is what device.choose() made of it.
 
-    Raises ValueError where an SSD is to be used and its speed is neither given nor to be measured,
-    and StrataError where the device cannot be used.
+    Raises StrataError where the device cannot be used.
     """
     paths = options.ssd_path
     ssd_given = options.ssd_read_speed is not None and options.ssd_write_speed is not None
-    if options.memory["ssd"] and not paths and not ssd_given:
-        raise ValueError(
-            "an ssd budget needs --ssd-read-speed and --ssd-write-speed, or --ssd-path to measure"
-        )
     found = calibration(setup_of(options, page_bytes, dtype))
     given = {SPEED_OF[lane]: getattr(options, option) for option, lane in SPEEDS.items()}
     said: dict[str, Any] = {n: float(value) for n, value in given.items() if value is not None}

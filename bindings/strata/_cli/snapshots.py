@@ -28,22 +28,18 @@ from .._storage.snapshot_series import remove_snapshot, snapshots_of
 
 
 def run(options: argparse.Namespace) -> int:
-    """Returns 0; 1 where a snapshot is missing or damaged. `options`: of
-    options.snapshots_parser()."""
-    try:
-        if options.action == "ls":
-            drives = _drives_at(options.place)
-            if drives:
-                return max(_list_drive(drive) for drive in drives)
-            return _list(options.place)
-        if options.action == "copy":
-            copy_snapshot(_newest(options.snapshot), options.to)
-            print(f"{options.to} needs no other drive")
-            return 0
-        return _remove(options.snapshots, options.lost)
-    except (CheckpointError, OSError) as error:
-        print(f"strata: {error}")
-        return 1
+    """Returns 0; 1 where a snapshot is missing or damaged. Raises CheckpointError and OSError.
+    `options`: of options.snapshots_parser()."""
+    if options.action == "ls":
+        drives = _drives_at(options.place)
+        if drives:
+            return max(_list_drive(drive) for drive in drives)
+        return _list(options.place)
+    if options.action == "copy":
+        copy_snapshot(_newest(options.snapshot), options.to)
+        print(f"{options.to} needs no other drive")
+        return 0
+    return _remove(options.snapshots, options.lost)
 
 
 def _newest(path: Path) -> Path:
@@ -53,9 +49,6 @@ def _newest(path: Path) -> Path:
 
 
 def _remove(snapshots: list[Path], drives: list[Path]) -> int:
-    if not snapshots and not drives:
-        print("strata: name the folders of snapshots, or --lost and a drive")
-        return 1
     for folder in snapshots:
         if series := snapshots_of(folder):
             raise CheckpointError(f"{folder} holds {len(series)}: name them, as {series[0]}")
@@ -67,16 +60,22 @@ def _remove(snapshots: list[Path], drives: list[Path]) -> int:
                 print(f"  {gone} of {machine} is not seen from here: do the same there")
             else:
                 print(f"  {gone} is not there: later, strata snapshots rm --lost {gone}")
-    for drive in [each for place in drives for each in _drives_at(place)]:
-        owners = complete_on(drive)
-        for identity in lost_on(drive):
+    for place in drives:
+        lost = [(drive, identity) for drive in _drives_at(place) for identity in lost_on(drive)]
+        for drive, identity in lost:
+            owner = complete_on(drive)[identity]
             remove_links([str(drive)], identity)
-            print(f"removed what {drive} kept for {owners[identity]}")
+            print(f"removed what {drive} kept for {owner}")
+        if not lost:
+            print(f"{place} keeps nothing for snapshots that were removed")
     return 0
 
 
 def _drives_at(place: Path) -> list[Path]:
-    """The drive, and those that ranks have in it, as far as snapshots have links there."""
+    """The drive, and those that ranks have in it, as far as snapshots have links there. Raises
+    CheckpointError where there is no such folder."""
+    if not place.is_dir():
+        raise CheckpointError(f"{place} is no folder")
     folders = [place, *sorted(place.glob("rank-*"))]
     return [folder for folder in folders if (folder / LINKS).is_dir()]
 
@@ -96,15 +95,18 @@ def _list(place: Path) -> int:
         found = [folder for one in series for folder in snapshots_of(one)]
     if not found and (place / "manifest.json").is_file():
         found = [place]
+    bad = False
     for folder in found:
         name = folder.relative_to(place) if folder != place else folder
         try:
-            print(f"{name}  {_line(folder)}")
+            line, lacks = _line(folder)
         except (CheckpointError, KeyError, TypeError, ValueError) as error:
-            print(f"{name}  damaged: {error}")
+            line, lacks = f"damaged: {error}", True
+        print(f"{name}  {line}")
+        bad = bad or lacks
     if not found:
         print(f"{place} has no complete snapshot")
-    return 0 if found else 1
+    return 1 if bad or not found else 0
 
 
 def _list_drive(drive: Path) -> int:
@@ -120,16 +122,17 @@ def _list_drive(drive: Path) -> int:
     return 0
 
 
-def _line(folder: Path) -> str:
+def _line(folder: Path) -> tuple[str, bool]:
+    """What there is to say of a snapshot, and whether it lacks something."""
     manifest = read_manifest(folder)
     if not is_snapshot(manifest):
-        raise CheckpointError("a checkpoint, and no snapshot")
+        return "a checkpoint of strata.save, and no snapshot", False
     check_drives(manifest, folder)
     taken = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest["time"] / 1e9))
     size = format_size(bytes_of(manifest))
     drives = [f"{m}: {d}" if m else d for m, of in _drives(folder) for d in of]
     where = f"on {', '.join(drives)}" if drives else "in the folder"
     missing = [path for path in page_paths(manifest, folder) if not Path(path).is_file()]
-    how = "is not seen from here" if "machines" in manifest else "is missing"
-    lost = f"; {missing[0]} {how}" if missing else ""
-    return f"{taken}  {size} {where}{lost}"
+    afar = "machines" in manifest
+    lost = f"; {missing[0]} {'is not seen from here' if afar else 'is missing'}" if missing else ""
+    return f"{taken}  {size} {where}{lost}", bool(missing) and not afar

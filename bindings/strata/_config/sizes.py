@@ -59,12 +59,14 @@ def parse_some(size: Size) -> int:
 def parse_speed(text: str) -> int:
     """Bytes per second. Raises ValueError, with the nearest valid form, for what is no speed."""
     amount, slash, second = (part.strip() for part in text.partition("/"))
+    if (match := _PATTERN.fullmatch(amount)) and not float(match[1]):
+        raise ValueError(f"{text!r} is no speed: nothing would ever arrive")
     if _PATTERN.fullmatch(amount) and (not amount[-1].isalpha() or not slash):
         unit = "" if amount[-1].isalpha() else "GB"
         raise ValueError(f"{text!r} is not a speed: write '{amount}{unit}/s'")
     if second != "s":
         raise ValueError(f"{text!r} is not a speed; write a size a second, such as '6GB/s'")
-    return parse_some(amount)
+    return parse_size(amount)
 
 
 def _bounded(size: int) -> int:

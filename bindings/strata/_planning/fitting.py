@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from .._config import machine
-from .._config.choices import HOST
+from .._config.choices import HOST, PAGE_BYTES_MIN
 from .._config.configure import configure
 from .._config.options import Options
 from .._config.ranks import plans_of_one_page_size
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     Fitted = tuple[Config, dict[nn.Module, list[int]], Plan]
 
 TILE_SHARE = 8  # of the device: one tile computes, others come, and activations have room
+DEVICE_BYTES_MIN = PAGE_BYTES_MIN // 2  # tiles of a smaller one would be thousands, and not fit
 UNIT_SHARE = 2  # where one unit is larger than the device, those above this part of it are cut too
 
 log = logging.getLogger("strata")
@@ -112,10 +113,10 @@ def plan_or_refuse(config: Config, make_plan: Callable[[Config], Plan]) -> Plan:
 def tiles_wanted(model: nn.Module, options: Options, device_bytes: int) -> dict[str, int]:
     """The layers in units that are too large for the device, and into how many tiles to cut each.
 
-    None where no unit is larger than the device, and where the user clips the gradients of units by
-    themselves: tiles would be clipped apart.
+    None where no unit is larger than the device, where that is no device at all, and where the
+    user clips the gradients of units by themselves: tiles would be clipped apart.
     """
-    if options.max_unit_norm is not None:
+    if options.max_unit_norm is not None or device_bytes < DEVICE_BYTES_MIN:
         return {}
     parameters = list(model.parameters())
     units = [unit.params for unit in find_units(model, options.units)[0]]

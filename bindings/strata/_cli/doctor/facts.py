@@ -157,7 +157,10 @@ def ssd(path: str, io_engine: str, root: Path = ROOT) -> Fact:
     """A folder for pages: what it lies on, whether it can be used, and how fast it is. Raises
     OSError where nothing can be written, and StrataError where it cannot be measured."""
     if not os.path.isdir(path):
-        raise NotADirectoryError("there is no such folder: make it first")
+        made = os.path.lexists(path)
+        raise NotADirectoryError(
+            "it is no folder" if made else "there is no such folder: make it first"
+        )
     indirect = drives.why_not_direct(path)
     remove_leftovers([path])
     found, drive = machine.file_system(path), drives.drive_of(path, root)

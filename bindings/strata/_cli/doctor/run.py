@@ -108,7 +108,9 @@ class Diagnosis:
             yield from _wrapped(f"the next larger one would not fit: {found.refusal}", 4)
         if self.largest_base is not None:
             base = _in_words(self.largest_base)
-            yield from _wrapped(f"largest base of adapters (--lora r=8 --frozen nf4): {base}", 4)
+            yield from _wrapped(
+                f"largest base of adapters (strata finetune --lora r=8 --frozen nf4): {base}", 4
+            )
         yield from self.wear
 
 

@@ -38,7 +38,7 @@ from ..._config.choices import (
 from ..._config.launched import rank_name
 from ..._config.sizes import parse_size, parse_some
 from ..._config.update_modes import LockFree, parse_update
-from ..._errors import nearest
+from ..._errors import nearest, nearest_option
 from ..._storage.replacing import write_whole
 from ..lora import parse_lora
 from .identity import IDENTITY, differences
@@ -332,12 +332,12 @@ def parse(
         remembered = read(output / OPTIONS_NAME)
         given = remembered | {"output": str(output)} | in_file
     flags = _flags()
+    prog = "strata finetune" if preset is None else "strata demo"
     told = [word.partition("=")[0] for word in arguments if word.startswith("--")]
     for flag in told:
         if flag not in flags:
-            _refuse(f"unknown option {flag!r}: {nearest(flag, flags)}")
+            _refuse(nearest_option(flag, flags, prog))
     named = frozenset(flag.removeprefix("--").replace("-", "_") for flag in told) | in_file.keys()
-    prog = "strata finetune" if preset is None else "strata demo"
     options = _parsed([*as_arguments(given), *arguments], prog, description)
     options = dataclasses.replace(options, given=named)
     if resume:
