@@ -6,8 +6,8 @@ config, hooked, plan = fit(model, optimizer, options, make_plan)
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -22,18 +22,20 @@ from .._config.sizes import format_size, parse_budgets
 from .._config.units import find_units
 from .._errors import StrataError, with_more
 from .._storage.ssd_folders import remove_leftovers
-from ..nn.causal_lm import why_not_chunked
+from ..nn.causal_lm import columns_of, why_not_chunked
 from ..nn.replace import put_tiles, remove_tiles
 from ..nn.tiles import Tiled, why_not
 from . import budget_check
 
 if TYPE_CHECKING:
-    from .._core import Config, Plan
+    from .._core import Config, Plan, StepPlan, Trace
 
     Fitted = tuple[Config, dict[nn.Module, list[int]], Plan]
 
 TILE_SHARE = 8  # of the device: one tile computes, others come, and activations have room
 DEVICE_BYTES_MIN = PAGE_BYTES_MIN // 2  # tiles of a smaller one would be thousands, and not fit
+TILES = 8  # that are proposed
+LOGIT_BYTES = 12  # that a loss has of each at most: itself, in float32, and its gradient
 UNIT_SHARE = 2  # where one unit is larger than the device, those above this part of it are cut too
 
 log = logging.getLogger("strata")
@@ -148,23 +150,41 @@ def _listed(counts: dict[str, int]) -> str:
     return ", ".join(f"{name} into {count}" for name, count in counts.items())
 
 
-def advice(model: nn.Module, units: Sequence[str]) -> str:
-    """What strata.nn could do about a step that was refused while these units, by name, were in
-    use, to follow the refusal."""
+def advice(model: nn.Module, plan: StepPlan, trace: Trace, device_bytes: int) -> str:
+    """What strata.nn could do about a step that was refused, to follow the refusal: only what would
+    free as much as the device lacks. A buffer that a loop has beside the loss stays, for example.
+    """
+    lack = plan.device_bytes_min - device_bytes
     modules = dict(model.named_modules())
-    for unit in units:
-        if found := _advice_for([n for n in unit.split("+") if n in modules], model):
+    for unit in plan.refused_units if lack > 0 else ():
+        names = [name for name in unit.split("+") if name in modules]
+        inputs = _input_bytes(unit, trace)
+        if found := _advice_for(names, model, lack, inputs):
             return found
     return ""
 
 
-def _advice_for(names: list[str], model: nn.Module) -> str:
+def _input_bytes(unit: str, trace: Trace) -> int:
+    """The largest tensor that was there before the unit and is saved for its backward."""
+    of = {index for index, traced in enumerate(trace.units) if traced.name == unit}
+    return max((t.bytes for t in trace.tensors if t.unit in of and t.input), default=0)
+
+
+def _advice_for(names: list[str], model: nn.Module, lack: int, input_bytes: int) -> str:
     named = [model.get_submodule(name) for name in names]
     if not why_not_chunked(model):
-        head: nn.Module = model.get_output_embeddings()  # type: ignore[operator]
-        shared = {id(p) for p in head.parameters()}
+        head: Any = model.get_output_embeddings()  # type: ignore[operator]
+        shared = {id(p): p for p in head.parameters()}
         if any(id(p) in shared for module in named for p in module.parameters()):
-            return "; strata.nn.chunk_loss(model) makes the loss do without the logits"
+            weight = next(iter(shared.values()))
+            rows = input_bytes // max(1, weight.shape[-1] * weight.itemsize)
+            if LOGIT_BYTES * rows * columns_of(head) >= lack:
+                return "; strata.nn.chunk_loss(model) makes the loss do without the logits"
     if len(named) == 1 and type(named[0]) in (nn.Linear, nn.Embedding):
-        return f"; strata.nn.tile(model, {names[0]!r}, 8) ahead of strata.wrap() cuts it into tiles"
+        saved = sum(p.nbytes for p in named[0].parameters()) * (TILES - 1) // TILES
+        if saved >= lack:
+            return (
+                f"; strata.nn.tile(model, {names[0]!r}, {TILES}) ahead of strata.wrap() cuts it "
+                "into tiles"
+            )
     return ""

@@ -265,12 +265,16 @@ class Planning:
         self.state.recorder.begin()
         log.info("recording a step with a batch of %s", " ".join(map(str, found.shape)))
 
-    def _plan_for(self, trace: Trace, reserve: int) -> _core.PaperPlan:
-        """See Note [Slices]. Raises StrataError where the budgets cannot work."""
+    def _plan_for(
+        self, trace: Trace, reserve: int, device_bytes: int | None = None
+    ) -> _core.PaperPlan:
+        """See Note [Slices]. `device_bytes`: a budget, in the place of the one that there is.
+        Raises StrataError where the budgets cannot work."""
         if self.following.costs is None:
             self.following.costs = self._measure()
         costs = self.following.known()
-        budgets = self.state.session.step_budgets(max(0, self.goal.device_bytes - reserve))
+        device_bytes = self.goal.device_bytes if device_bytes is None else device_bytes
+        budgets = self.state.session.step_budgets(max(0, device_bytes - reserve))
         wishes = _core.Wishes(
             activation=FORCED[self.goal.activations],
             slices=self.goal.split or 0,
@@ -284,7 +288,8 @@ class Planning:
             paper = _core.PaperPlan(trace, costs, budgets, wishes.replace(on_device=None))
         plan = paper.plan
         if not plan.feasible:
-            raise StrataError(plan.refusal + advice(self.state.model, plan.refused_units))
+            more = advice(self.state.model, plan, trace, budgets.device_bytes)
+            raise StrataError(plan.refusal + more)
         return paper
 
     def _measure(self, refresh: bool = False) -> Costs:
@@ -382,11 +387,21 @@ class Planning:
             self._adopt(current)
         except StrataError:
             log.warning(
-                "the device holds %s more than its budget, and there is no smaller plan: "
-                "device=%d would do",
+                "the device holds %s more than its budget, and there is no smaller plan%s",
                 format_size(excess),
-                current.device_peak,
+                self._enough(current),
             )
+
+    def _enough(self, current: ShapeClass) -> str:
+        """A device budget with which the step was planned on paper; empty where none was found."""
+        assert current.trace is not None
+        for size in (current.device_peak, current.device_peak + current.reserve):
+            try:
+                self._plan_for(current.trace, current.reserve, size)
+            except StrataError:
+                continue
+            return f": device={size} would do"
+        return ""
 
     def _judge(self, current: ShapeClass, window: Window) -> None:
         """Behind every window of steps: plans anew where the disk has become much slower than it
@@ -425,6 +440,14 @@ class Planning:
         self.following.costs = self._measure(refresh=True)
         if self.current is not None and self.current.paper is not None:
             self._adopt(self.current)
+
+    @property
+    def device_peak(self) -> int:
+        """Bytes of pages and of PyTorch at the peak of a step, as measured under the plan, or as
+        planned until then; 0: not known yet."""
+        if self.current is None or self.current.plan is None:
+            return 0
+        return self.current.device_peak or self.current.plan.peaks["device"].bytes
 
     def describe(self) -> str:
         """The plan in use, in one line."""

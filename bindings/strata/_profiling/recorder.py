@@ -178,9 +178,11 @@ class Recorder:
         """The unit saves copies of inputs in the place of those that it was given, which are not
         counted again. Call while `recording`."""
         for copied, tensor in zip(copies, given, strict=True):
+            if copied is tensor:
+                continue
             self.inputs((copied,))
             number = self.saved(unit, copied)
-            if copied is not tensor and number != NOT_RECORDED:
+            if number != NOT_RECORDED:
                 storage = tensor.untyped_storage()
                 self._numbers[storage._cdata] = (StorageWeakRef(storage), number)
 

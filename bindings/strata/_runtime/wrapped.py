@@ -156,10 +156,12 @@ class Wrapped:
         """Raises RuntimeError where a tensor cannot become what a parameter is."""
         alias = self.aliases[index]
         if (value.dtype, value.device, value.shape) != (alias.dtype, alias.device, alias.shape):
+            way = f"pass {'device' if value.dtype == alias.dtype else 'dtype'}= to wrap()"
+            way = way if value.shape == alias.shape else "resize the model before wrap()"
             raise RuntimeError(
                 f"parameter {self.names[index]!r} cannot become {value.dtype} of shape "
-                f"{tuple(value.shape)} on {value.device} after strata.wrap(): pass dtype= to "
-                "wrap(), or call strata.unwrap(model) first"
+                f"{tuple(value.shape)} on {value.device} after strata.wrap(): {way}, or call "
+                "strata.unwrap(model) first"
             )
 
     def index_of(self, parameter: torch.Tensor) -> int:

@@ -261,6 +261,7 @@ def figures(model: nn.Module) -> dict[str, float]:
 
     Returns:
         By name: `strata_device_gib`, `strata_host_gib` and `strata_ssd_gib`, which the tiers hold;
+        `strata_device_peak_gib`, the most that a step has on the device, with PyTorch's own memory;
         `strata_step_seconds` and `strata_planned_seconds`; `strata_percent_of_bound`;
         `strata_units_swap_host` and the like, how many units do not keep their activations; and
         `grad_norm` of the last step. What is not known yet is left out.
@@ -282,10 +283,13 @@ def figures(model: nn.Module) -> dict[str, float]:
 
 
 def held(model: nn.Module) -> dict[str, float]:
-    """The figures that cost nothing: what the tiers hold, and the norm of the last gradients."""
+    """The figures that cost nothing: what the tiers hold, the most that a step has on the device,
+    and the norm of the last gradients."""
     state = wrapped(model)
     stats = state.session.stats()
     numbers = {f"strata_{tier}_gib": stats[f"{tier}_bytes"] / 2**30 for tier in TIERS}
+    if state.planning is not None and (peak := state.planning.device_peak):
+        numbers["strata_device_peak_gib"] = peak / 2**30
     return numbers | ({"grad_norm": state.steps.last["norm"]} if state.steps.last else {})
 
 

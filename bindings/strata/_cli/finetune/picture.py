@@ -5,6 +5,7 @@ draw(trainer.state.log_history, {"device": 1 << 30}, Path("run/progress.png"), "
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ from ..._storage.replacing import writing
 
 Record = dict[str, Any]
 SMOOTHING = 0.9  # of the loss: the share that the past keeps at every step
-HELD = "strata_{}_gib"  # what a tier holds, in the mixin's logs
+HELD = "strata_{}_gib"  # what a tier holds in pages, in the mixin's logs
+PEAK = "strata_{}_peak_gib"  # with PyTorch's own memory, of the device
 
 
 def draw(history: list[Record], budgets: dict[str, int], path: Path, title: str) -> None:
@@ -49,11 +51,15 @@ def _draw_loss(axes: Any, steps: list[Record], evaluations: list[Record]) -> Non
 def _draw_memory(axes: Any, steps: list[Record], budgets: dict[str, int]) -> None:
     minutes = [record["seconds"] / 60 for record in steps]
     for tier, budget in budgets.items():
+        peaks = [record.get(PEAK.format(tier), math.nan) * 1024 for record in steps]
         used = [record[HELD.format(tier)] * 1024 for record in steps]
         if not any(used):
             continue
         colour = TIER_COLOURS[tier]
-        axes.plot(minutes, used, color=colour, linewidth=2, label=f"{tier}: in use")
+        axes.plot(minutes, used, color=colour, linewidth=2, label=f"{tier}: pages")
+        if not all(map(math.isnan, peaks)):
+            label = f"{tier}: peak of a step, with PyTorch's"
+            axes.plot(minutes, peaks, color=colour, linewidth=2, linestyle=":", label=label)
         axes.axhline(
             budget / 2**20, color=colour, linestyle="--", linewidth=1, label=f"{tier}: budget"
         )

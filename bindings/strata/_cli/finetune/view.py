@@ -168,14 +168,17 @@ def _speed(record: Record) -> str:
 
 
 def tiers_text(record: Record, budgets: dict[str, int]) -> str:
-    """What each tier holds, of its budget, in the unit of the budget: device 48/64 MiB."""
+    """What each tier holds, of its budget, in the unit of the budget: host 48/64 MiB. Of the device
+    the peak of a step, with PyTorch's own memory, once it is known, and what of it is pages."""
     parts = []
     for tier, budget in budgets.items():
         if budget:
             number, unit = format_size(budget).split()
             digits = 1 if UNITS[unit] > 2**20 else 0
-            held = record[f"strata_{tier}_gib"] * 2**30 / UNITS[unit]
-            parts.append(f"{tier} {held:.{digits}f}/{float(number):.{digits}f} {unit}")
+            pages = record[f"strata_{tier}_gib"] * 2**30 / UNITS[unit]
+            held = record.get(f"strata_{tier}_peak_gib", 0.0) * 2**30 / UNITS[unit]
+            of = f"{max(pages, held):.{digits}f}/{float(number):.{digits}f} {unit}"
+            parts.append(f"{tier} {of}" + (f" (pages {pages:.{digits}f})" if held else ""))
     return "  ".join(parts)
 
 
@@ -292,11 +295,14 @@ def summary(
         rows.append(("speed is", limited))
     if state.steps.skipped:
         rows.append(("skipped steps", f"{state.steps.skipped}, their gradients were not finite"))
-    rows += [
-        (f"{tier} memory", f"{format_size(used[tier].peak)} of {format_size(budget)}")
-        for tier, budget in tiers.items()
-        if budget
-    ]
+    peak = state.planning.device_peak if state.planning is not None else 0
+    for tier, budget in tiers.items():
+        pages = format_size(used[tier].peak)
+        if tier == "device" and peak:
+            held = f"{format_size(peak)} of {format_size(budget)} at the peak of a step; at most "
+            rows.append(("device memory", f"{held}{pages} of pages, the rest PyTorch's own"))
+        elif budget:
+            rows.append((f"{tier} memory", f"{pages} of {format_size(budget)}"))
     rows += [
         ("plain PyTorch", str(needs)),
         ("model", str(output / "model")),
