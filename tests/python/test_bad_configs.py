@@ -40,7 +40,7 @@ def written(folder: Path, config: Any) -> str:
         ({"hidden_size": 64}, "model_type"),
         # What Transformers notices when it makes the model.
         (SMALL | {"hidden_act": "foo"}, "KeyError: 'foo'"),
-        (SMALL | {"vocab_size": -5}, "negative dimension -5"),
+        (SMALL | {"vocab_size": -5}, "vocab_size is -5, and has to be 1 at least"),
         (SMALL | {"pad_token_id": 1000}, "Padding_idx must be within"),
     ],
 )

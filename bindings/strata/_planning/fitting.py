@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 TILE_SHARE = 8  # of the device: one tile computes, others come, and activations have room
 DEVICE_BYTES_MIN = PAGE_BYTES_MIN // 2  # tiles of a smaller one would be thousands, and not fit
 TILES = 8  # that are proposed
+WHOLE_COPIES = 4  # of a layer in its backward: parameters, gradients, and what they are added up in
 LOGIT_BYTES = 12  # that a loss has of each at most: itself, in float32, and its gradient
 UNIT_SHARE = 2  # where one unit is larger than the device, those above this part of it are cut too
 
@@ -181,8 +182,8 @@ def _advice_for(names: list[str], model: nn.Module, lack: int, input_bytes: int)
             if LOGIT_BYTES * rows * columns_of(head) >= lack:
                 return "; strata.nn.chunk_loss(model) makes the loss do without the logits"
     if len(named) == 1 and type(named[0]) in (nn.Linear, nn.Embedding):
-        saved = sum(p.nbytes for p in named[0].parameters()) * (TILES - 1) // TILES
-        if saved >= lack:
+        whole = WHOLE_COPIES * sum(p.nbytes for p in named[0].parameters())
+        if whole * (TILES - 1) // TILES >= lack:
             return (
                 f"; strata.nn.tile(model, {names[0]!r}, {TILES}) ahead of strata.wrap() cuts it "
                 "into tiles"
