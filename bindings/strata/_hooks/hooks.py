@@ -108,9 +108,7 @@ class Hooks:
                 module.register_state_dict_pre_hook(
                     Hook(partial(self.start_clean, "state_dict()"))
                 ),
-                module.register_load_state_dict_pre_hook(
-                    Hook(partial(self.start_clean, "load_state_dict()"))
-                ),
+                module.register_load_state_dict_pre_hook(Hook(self.start_load)),
             ]
 
     def remove(self) -> None:
@@ -210,6 +208,17 @@ class Hooks:
         if not self.frames.in_step():
             self.reset()
             self.state.refuse_half_step(what)
+
+    def start_load(
+        self, module: nn.Module, state_dict: Any, prefix: str, metadata: dict[str, Any], *_: Any
+    ) -> None:
+        """Called by torch for every module in turn, ahead of its load_state_dict()."""
+        if metadata.get("assign_to_params_buffers"):
+            raise RuntimeError(
+                "load_state_dict(assign=True) would exchange the parameters, which strata.wrap() "
+                "has moved to pages: call it without assign=, which copies the values"
+            )
+        self.start_clean("load_state_dict()")
 
     def let_land(self) -> None:
         """Ahead of a forward: see Note [Memory of graphs] in streams.py."""
