@@ -92,7 +92,9 @@ class StrataOptimizer(torch.optim.Optimizer):
         # What was laid out for each group.
         self._kept = [foreign.kept(g) for g in inner.param_groups] if foreign is not None else []
         self._wrapped = state
-        self.pages = StatePages(state, inner, foreign, self._kept, self.group_specs)
+        self.pages = StatePages(
+            state, inner, foreign, self._kept, lambda: self.param_groups, self.group_specs
+        )
         self._state = OptimizerState(self.pages)
         self._max_grad_norm = max_grad_norm or 0.0
         self.max_unit_norm = max_unit_norm or 0.0  # 0: no clipping
@@ -251,7 +253,10 @@ class StrataOptimizer(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Raises: the pages of the optimizer's state were laid out by wrap()."""
-        raise RuntimeError("parameter groups cannot be added after strata.wrap()")
+        raise RuntimeError(
+            "parameter groups cannot be added after strata.wrap(), which laid out pages for those "
+            "that there were: call strata.unwrap(model) first and wrap again, with all groups"
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's: moments and steps as they are when they are looked at, whenever that is; a

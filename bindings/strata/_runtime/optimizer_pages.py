@@ -1,6 +1,6 @@
 """The state of an optimizer in pages: what there is of each parameter, and what may replace it.
 
-    pages = StatePages(state, inner, foreign, kept, specs)
+    pages = StatePages(state, inner, foreign, kept, groups, specs)
     pages.shown(index)                # {"step": ..., "exp_avg": ...}: tensors without memory
     pages.replace({index: {}})        # it begins anew with the next step
 
@@ -38,13 +38,14 @@ class StatePages:
         inner: torch.optim.Optimizer,
         foreign: Foreign | None,
         kept: Sequence[KeptByClass],
+        groups: Callable[[], list[Group]],
         specs: Callable[[], list[GroupSpec]],
     ) -> None:
-        """`kept`: what was laid out for each group of a class without a kernel. `specs`: the
-        hyperparameters of all groups, now."""
+        """`kept`: what was laid out for each group of a class without a kernel. `groups` and
+        `specs`: the parameter groups and the hyperparameters of all of them, now."""
         self.wrapped = state
         self._inner, self._foreign, self._kept, self._specs = inner, foreign, kept, specs
-        self._groups = inner.param_groups
+        self._groups = groups
 
     def group_of(self, index: int) -> int:
         """The number of the parameter's group."""
@@ -54,7 +55,7 @@ class StatePages:
         """The parameters that may have a state, in the order of groups, and their indices."""
         return {
             parameter: self.wrapped.index_of(parameter)
-            for group in self._groups
+            for group in self._groups()
             for parameter in group["params"]
         }
 
@@ -62,7 +63,7 @@ class StatePages:
         """What there is of a parameter: nothing ahead of its first step. `live`: what is changed in
         place is written back; else it becomes a copy."""
         state = self.wrapped
-        group = self._groups[self.group_of(index)]
+        group = self._groups()[self.group_of(index)]
         if state.session.param_step(index) == 0 or not state.config["params"][index]["trainable"]:
             return {}
         shape = state.aliases[index].shape
@@ -97,17 +98,17 @@ class StatePages:
             if entry and not state.config["params"][index]["trainable"]:
                 raise ValueError(f"{state.names[index]!r} is not trained: it has no state")
             self._check_names(index, g, entry)
-            self.check(index, self._groups[g], specs[g], entry)
+            self.check(index, self._groups()[g], specs[g], entry)
             taken.append((index, g, entry))
         for index, g, entry in taken:
             if entry or state.session.param_step(index) != 0:
-                self.write(index, self._groups[g], entry)
+                self.write(index, self._groups()[g], entry)
 
     def _check_names(self, index: int, g: int, entry: Any) -> None:
         """Raises ValueError where there is something that the class does not keep."""
         known = {"step"} | {name for _, name in self._kinds(index)}
         if self._foreign is not None:
-            known |= set(self._foreign.kept(self._groups[g]).scalars)
+            known |= set(self._foreign.kept(self._groups()[g]).scalars)
         for name in entry if isinstance(entry, Mapping) else ():
             if name not in known:
                 raise ValueError(
