@@ -202,10 +202,8 @@ class PlannedForward:
             return False
         with state.recorder.paused(part_of_step=False):
             reason = why_not_again(self.module, self.plain, arguments)
-        if reason:
-            unit.may_recompute, unit.activation, unit.slices = False, "keep", 1
-            if state.planning is not None:
-                state.planning.note_kept(unit, reason)
+        if reason and state.planning is not None:
+            state.planning.second_runs.refuse(unit, reason)
         return not reason
 
     def taken(self) -> Before:
@@ -279,8 +277,8 @@ class PlannedForward:
             self._logged_reason = reason
 
     def _checkpointed(self, arguments: Arguments, own: Any) -> Any:
-        tensors = self.inputs.kept(arguments.tensors, self.hooks.given)
-        recorder = self.hooks.state.recorder
+        recorder, find = self.hooks.state.recorder, self.hooks.state.find
+        tensors = self.inputs.kept(arguments.tensors, self.hooks.given, find)
         if tensors is not arguments.tensors and recorder.recording:
             recorder.saved_copies(self.unit.index, tensors, arguments.tensors)
         self.hooks.inputs = self.inputs

@@ -28,7 +28,7 @@ lie in host memory that PyTorch did not allocate: measurements of a forward do n
 """
 
 import contextlib
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -248,15 +248,18 @@ class Inputs:
         self.copied = False  # what the second run gets are copies
         self._last: list[tuple[torch.Tensor, int]] = []  # of the last forward, with their versions
 
-    def kept(self, tensors: list[torch.Tensor], given: set[int]) -> list[torch.Tensor]:
+    def kept(
+        self, tensors: list[torch.Tensor], given: set[int], find: Callable[[int], int]
+    ) -> list[torch.Tensor]:
         """What the second run gets in their place. `given`: storages that the model was called
-        with."""
+        with; `find`: the parameter in whose memory an address lies, or -1."""
         if not self.copied:
             return tensors
         kept = []
         for t in tensors:
             alone = (t.is_leaf and t.requires_grad) or is_paged(t)
-            if t.is_floating_point() and not alone and storage_of(t) not in {None, *given}:
+            is_others = storage_of(t) in {None, *given} or alone or find(t.data_ptr()) >= 0
+            if t.is_floating_point() and not is_others:
                 self._last.append((t.detach(), t._version))
                 t = t.clone()
             kept.append(t)

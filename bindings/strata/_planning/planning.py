@@ -52,9 +52,9 @@ import torch
 from .. import _core
 from .._activations.arguments import tensors_in
 from .._config import machine
-from .._config.choices import FORCED, RECOMPUTES
+from .._config.choices import FORCED
 from .._config.sizes import format_size
-from .._errors import StrataError, listed
+from .._errors import StrataError
 from .._profiling import calibrate
 from .._profiling.allocator import Allocator
 from .._report.report_text import like, plan_line
@@ -62,13 +62,13 @@ from .claims import Claims
 from .fitting import advice
 from .limits import Setting, limiting_sentence
 from .recording import Recording
+from .second_runs import SecondRuns
 from .shape_class import Following, Goal, Shape, ShapeClass, find_class, on_device
 from .trace_of import make_trace, note_times, uses_of
 
 if TYPE_CHECKING:
     from .._core import Bound, Costs, Simulation, StepPlan, Trace
     from .._profiling.windows import Judged, Window
-    from .._runtime.unit import Unit
     from .._runtime.wrapped import Wrapped
 
 TIMED_STEPS = 2  # the first one still warms up
@@ -105,8 +105,7 @@ class Planning:
                 "them, and no unit rests on the device"
             )
         self._tried_slices = False  # in the step that was recorded
-        self._kept: dict[str, list[str]] = {}  # names of units to tell of, by why they are kept
-        self._again: set[str] = set()  # units of which the log has said that they run again
+        self.second_runs = SecondRuns(state.units)
 
     @property
     def trace(self) -> Trace | None:
@@ -159,10 +158,6 @@ class Planning:
             self._wait_for_lent_gradients()
             self.state.recorder.measure()
 
-    def note_kept(self, unit: Unit, reason: str) -> None:
-        """A unit turned out not to be one that may be computed again."""
-        self._kept.setdefault(reason, []).append(unit.name)
-
     def end_step(self) -> None:
         """Looks at the step that has ended, and plans. Called behind every optimizer.step().
 
@@ -175,14 +170,15 @@ class Planning:
         )
         current, mixed = self.current, self._mixed
         self._mixed = False
-        self._heed_kept()
+        for found in self.second_runs.take_refused(self.classes):
+            self._plan_class(found)
         if current is None or not step.uses or not step.uses[-1].backward:
             return
         current.rounds = step.rounds
         if current.trace is None:
             if step.detailed:
                 self.recording.end()
-                self.tell_again()
+                self.second_runs.tell()
                 trace = make_trace(step, self.state)
                 try:
                     self._plan_for(trace, 0)  # refused now, if it has to be
@@ -205,23 +201,6 @@ class Planning:
             window = self.following.note(current, self.state.log.records[-1], step)
             if window is not None and step.rounds == 1:
                 self._judge(current, window)
-
-    def _heed_kept(self) -> None:
-        """Says which units keep their activations after all, and plans without computing them
-        again. Raises StrataError where that does not fit."""
-        if not self._kept:
-            return
-        kept, self._kept = self._kept, {}
-        for reason, names in kept.items():
-            log.warning("not computed again in the backward: %s: %s", listed(names), reason)
-        planned = []
-        for found in self.classes:
-            if found.trace is not None:
-                for unit, traced in zip(self.state.units, found.trace.units, strict=True):
-                    traced.may_recompute = unit.may_recompute
-                planned += [found] if found.paper is not None else []
-        for found in planned:
-            self._plan_class(found)
 
     def _may_take_less(self) -> bool:
         """Whether the step that was recorded did not fit, and may be recorded again: with units
@@ -321,17 +300,7 @@ class Planning:
                 self._plan_class(other)
         self._follow(found)
         log.info("planned: %s", self.describe())
-        self.tell_again()
-
-    def tell_again(self) -> None:
-        """Says once which units are computed again in the backward."""
-        names = [unit.name for unit in self.state.units if unit.activation in RECOMPUTES]
-        if not self._again.issuperset(names):
-            self._again.update(names)
-            log.info(
-                "computed again in the backward, for their activations take memory: %s",
-                listed(names),
-            )
+        self.second_runs.tell()
 
     def _follow(self, found: ShapeClass) -> None:
         """Uses a plan; what must stay on the device stays, and plans make do with it."""
