@@ -22,7 +22,7 @@ import functools
 import itertools
 import random
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -280,14 +280,16 @@ class Habits:
 
         return add
 
-    def cases(self) -> Iterator[Any]:
+    def cases(self) -> list[Any]:
         """Habits with modes, for pytest.mark.parametrize."""
+        cases = []
         for habit in self._habits:
             modes = habit.modes()
             picked = zlib.crc32(habit.name.encode()) % len(modes)
             for i, mode in enumerate([Mode(), *modes]):
                 marks = [] if i == 0 or i == picked + 1 else [pytest.mark.thorough]
-                yield pytest.param(habit, mode, marks=marks, id=f"{habit.name}-{mode}")
+                cases.append(pytest.param(habit, mode, marks=marks, id=f"{habit.name}-{mode}"))
+        return cases
 
 
 # Models -------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import torch
 from habits import WIDTH, Block, Habit, Habits, Mode, Net, Run, batch
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.utils import parametrize, prune
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 HABITS = Habits()
@@ -190,6 +191,27 @@ def embeddings_with_padding(run: Run) -> None:
 
     ids = torch.randint(0, 20, (6, 5), generator=torch.Generator().manual_seed(1))
     run.train(*run.wrap(Text()), lambda m, i: (m(ids.roll(i, 1)) - 1).square().mean())
+
+
+@HABITS.add
+def pruned_after_wrapping(run: Run) -> None:
+    model, optimizer = run.wrap(Net())
+    run.train(model, optimizer, steps=1)
+    prune.l1_unstructured(model.blocks[0].up, "weight", amount=0.3)
+    run.train(model, optimizer, steps=2)
+
+
+class Symmetric(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.triu() + x.triu(1).t()
+
+
+@HABITS.add
+def parametrised_after_wrapping(run: Run) -> None:
+    model, optimizer = run.wrap(Net())
+    run.train(model, optimizer, steps=1)
+    parametrize.register_parametrization(model.stem, "weight", Symmetric())
+    run.train(model, optimizer, steps=2)
 
 
 @pytest.mark.parametrize(("habit", "mode"), HABITS.cases())
