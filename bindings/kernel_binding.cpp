@@ -1,10 +1,11 @@
 // A kernel by itself, over memory of the caller's: for tests and benchmarks. _core.pyi says what
 // its arguments mean.
 #include <span>
-#include <thread>
+#include <vector>
 
 #include "bindings/parse.hpp"
 #include "bindings/python.hpp"
+#include "memory/thread.hpp"
 #include "optimizers/codes/tables.hpp"
 #include "optimizers/cpu/kernel.hpp"
 
@@ -49,10 +50,9 @@ void update_span(const Kernels& chosen, const UpdateSpan& whole, int threads) {
     const std::size_t first = each * static_cast<std::size_t>(part);
     if (first < whole.count) chosen.update(slice_of(whole, first, each));
   };
-  std::vector<std::thread> team;
-  for (int part = 1; part < threads; ++part) team.emplace_back(cut, part);
+  std::vector<Thread> team;
+  for (int part = 1; part < threads; ++part) team.emplace_back("strata-span", [=] { cut(part); });
   cut(0);
-  for (std::thread& thread : team) thread.join();
 }
 
 }  // namespace

@@ -13,7 +13,7 @@ Session::Session(const Config& config, SessionParts parts)
     : config_(config),
       gate_(parts),
       core_(std::make_unique<Core>(config_, std::move(parts), gate_, bell_)) {
-  if (gate_.has_pump()) pump_ = std::thread([this] { pump(); });
+  if (gate_.has_pump()) pump_ = Thread("strata-pump", [this] { pump(); });
 }
 
 Session::~Session() {

@@ -21,7 +21,6 @@
 #include <functional>
 #include <memory>
 #include <optional>
-#include <thread>
 #include <utility>
 #include <vector>
 
@@ -40,6 +39,7 @@
 #include "memory/descriptor.hpp"
 #include "memory/doorbell.hpp"
 #include "memory/dtype.hpp"
+#include "memory/thread.hpp"
 #include "memory/timeline.hpp"
 #include "memory/units.hpp"
 #include "optimizers/rule.hpp"
@@ -196,7 +196,7 @@ class Session final {
   Gate gate_;
   std::unique_ptr<Core> core_ STRATA_PT_GUARDED_BY(core_lock);
   Residence last_ STRATA_GUARDED_BY(core_lock);  // once it is closed
-  std::thread pump_;                             // last: starts when everything above is ready
+  Thread pump_;                                  // last: starts when everything above is ready
 };
 
 }  // namespace strata

@@ -46,7 +46,7 @@ void SnapshotRoom::make_beside(Lock& lock) {
   if (thread_.joinable()) thread_.join();  // it is not running, and needs no lock any more
   between_.expect_claim();
   try {
-    thread_ = std::thread([this] { run(); });
+    thread_ = Thread("strata-slots", [this] { run(); });
   } catch (const std::system_error&) {
     return make(lock);
   }

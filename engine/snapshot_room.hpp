@@ -14,10 +14,10 @@
 #include <cstdint>
 #include <optional>
 #include <string>
-#include <thread>
 
 #include "engine/between_steps.hpp"
 #include "engine/foundation.hpp"
+#include "memory/thread.hpp"
 
 namespace strata {
 
@@ -49,7 +49,7 @@ class SnapshotRoom final {
   std::uint64_t wanted_ = 0;
   std::optional<std::string> failure_;
   bool running_ = false;
-  std::thread thread_;
+  Thread thread_;
 };
 
 }  // namespace strata

@@ -8,42 +8,22 @@
 //   for (Done done; crew.collect(done);) ...              // never blocks
 #pragma once
 
-#include <pthread.h>
-
 #include <algorithm>
 #include <atomic>
-#include <csignal>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <memory>
 #include <string>
-#include <thread>
 #include <utility>
 #include <vector>
 
 #include "memory/check.hpp"
 #include "memory/doorbell.hpp"
 #include "memory/ring.hpp"
+#include "memory/thread.hpp"
 
 namespace strata {
-
-// Signals are for the program's own threads: one that lands on a worker would not interrupt the
-// system call that Ctrl-C means to interrupt. Threads inherit the mask they are born under.
-class SignalsBlocked final {
- public:
-  SignalsBlocked() {
-    sigset_t all;
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before_);
-  }
-  ~SignalsBlocked() { pthread_sigmask(SIG_SETMASK, &before_, nullptr); }
-  SignalsBlocked(const SignalsBlocked&) = delete;
-  SignalsBlocked& operator=(const SignalsBlocked&) = delete;
-
- private:
-  sigset_t before_;
-};
 
 // What the threads of a crew are called and what they do. `run` and `begin` get a thread's number.
 template <class Job, class Done>
@@ -63,7 +43,6 @@ class Crew final {
     STRATA_ASSERT(thread_count == 0 || bell != nullptr);
     STRATA_ASSERT(work_.run != nullptr);
     STRATA_ASSERT(work_.begin != nullptr);
-    const SignalsBlocked blocked;
     for (int i = 0; i < thread_count; ++i) {
       members_.push_back(std::make_unique<Member>(i, *bell, work_));
     }
@@ -126,10 +105,10 @@ class Crew final {
   class Member final {
    public:
     Member(int number, Doorbell& bell, const CrewWork<Job, Done>& work)
-        : number_(number), bell_(bell), work_(work), thread_(&Member::loop, this) {
-      const std::string name = work.name + "-" + std::to_string(number);
-      pthread_setname_np(thread_.native_handle(), name.substr(0, 15).c_str());
-    }
+        : number_(number),
+          bell_(bell),
+          work_(work),
+          thread_(work.name + "-" + std::to_string(number), [this] { loop(); }) {}
     ~Member() {
       stopping_.store(true, std::memory_order_release);
       wake();
@@ -185,7 +164,7 @@ class Crew final {
     Ring<Done, kJobsMax> done_;
     std::atomic<std::uint32_t> signal_{0};
     std::atomic<bool> stopping_{false};
-    std::thread thread_;  // last: it starts when everything above exists
+    Thread thread_;  // last: it starts when everything above exists
   };
 
   const CrewWork<Job, Done> work_;

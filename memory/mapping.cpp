@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "memory/check.hpp"
+#include "memory/thread.hpp"
 
 namespace strata {
 namespace {
@@ -158,9 +159,9 @@ int populate(std::byte* range, std::size_t bytes, const PopulateRange& populate_
   };
   // This thread, and one for each other processor that it may use and that finds a range.
   const std::size_t threads = std::min<std::size_t>(std::thread::hardware_concurrency(), ranges);
-  std::vector<std::jthread> others;
+  std::vector<Thread> others;
   try {
-    while (others.size() + 1 < threads) others.emplace_back(work);
+    while (others.size() + 1 < threads) others.emplace_back("strata-populate", work);
   } catch (const std::system_error&) {
     // Without a thread more, those that there are take longer.
   }

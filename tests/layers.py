@@ -1,4 +1,5 @@
-"""Checks what the compiler does not: layers, foreign headers, sizes, and that every suite is built.
+"""Checks what the compiler does not: layers, foreign headers, how threads start, sizes, and that
+every suite is built.
 Prints every breach.
 
 bindings → engine → {offload, optimizers} → memory        (an arrow means "may include")
@@ -36,6 +37,11 @@ PACKAGE_ORDER = (
     *("optim", "checkpoint"),
     *("integrations", "_cli", "__main__"),
 )
+# Threads take no signals: see memory/thread.hpp, which has its twin in Python.
+STARTS_THREADS = re.compile(
+    r"std::j?thread\b(?!::)|std::async\b|pthread_create|threading\.Thread\(|ThreadPoolExecutor\("
+)
+MAY_START_THREADS = {"memory/thread.hpp", "memory/thread.cpp", f"{PACKAGE}/_config/threads.py"}
 CPP = {".cpp", ".hpp", ".h", ".cu"}
 FILE_LINES_MAX = 400
 FUNCTION_LINES_MAX = 70  # of C++ functions, clang-tidy says so
@@ -71,6 +77,16 @@ def include_breaches(root: Path) -> Iterator[str]:
     for header, names in seen_by.items():
         if len(names) > 1:
             yield f"{header} belongs in one file, not in {', '.join(sorted(names))}"
+
+
+def thread_breaches(root: Path) -> Iterator[str]:
+    """Threads of strata's that would take signals."""
+    for path in sources(root):
+        name = path.relative_to(root).as_posix()
+        if name.split("/")[0] not in MAY_INCLUDE or name in MAY_START_THREADS:
+            continue
+        for found in STARTS_THREADS.findall(path.read_text()):
+            yield f"{name}: {found}: a thread of ours is a Thread or a Pool, which take no signals"
 
 
 def package_breaches(root: Path) -> Iterator[str]:
@@ -168,7 +184,10 @@ def suite_breaches(root: Path) -> Iterator[str]:
 def main() -> int:
     """Exits with 1 where anything is wrong."""
     root = Path(__file__).resolve().parent.parent
-    checks = (include_breaches, package_breaches, size_breaches, suite_breaches)
+    checks = (
+        *(include_breaches, thread_breaches, package_breaches),
+        *(size_breaches, suite_breaches),
+    )
     breaches = [breach for check in checks for breach in check(root)]
     for breach in breaches:
         print(breach)

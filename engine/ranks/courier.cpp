@@ -1,6 +1,8 @@
 #include "engine/ranks/courier.hpp"
 
 #include <stdexcept>
+#include <string>
+#include <thread>
 
 #include "memory/check.hpp"
 
@@ -70,8 +72,8 @@ Courier::Courier(Wire& wire, std::uint32_t other, const Here& here, std::size_t 
 
 void Courier::start() {
   STRATA_ASSERT(!sender_.joinable() && !parting_);
-  sender_ = std::jthread([this] { send_frames(); });
-  receiver_ = std::jthread([this] { receive_frames(); });
+  sender_ = Thread("strata-send-" + std::to_string(other_), [this] { send_frames(); });
+  receiver_ = Thread("strata-recv-" + std::to_string(other_), [this] { receive_frames(); });
 }
 
 Seat Courier::seat() {

@@ -53,13 +53,13 @@
 #include <optional>
 #include <span>
 #include <string>
-#include <thread>
 #include <vector>
 
 #include "engine/ranks/wire.hpp"
 #include "memory/doorbell.hpp"
 #include "memory/mirror.hpp"
 #include "memory/peers.hpp"
+#include "memory/thread.hpp"
 #include "optimizers/codes/sent_values.hpp"
 
 namespace strata {
@@ -177,7 +177,7 @@ class Courier final {
   std::string how_;                         // it was lost; before gone_ is set
   std::atomic<bool> parting_ = false, gone_ = false, deaf_ = false;
   bool told_ = false;
-  std::jthread sender_, receiver_;  // last: they use what is above
+  Thread sender_, receiver_;  // last: they use what is above
 };
 
 }  // namespace strata

@@ -3,14 +3,15 @@
 #include <array>
 #include <chrono>
 #include <cstdint>
+#include <exception>
 #include <stdexcept>
 #include <string>
-#include <thread>
 #include <utility>
 
 #include "memory/check.hpp"
 #include "memory/mapping.hpp"
 #include "memory/result.hpp"
+#include "memory/thread.hpp"
 
 namespace strata {
 namespace {
@@ -33,13 +34,13 @@ Machines::Machines(const Config& config, std::function<void()> claimed, std::uni
 // Each says its own to all, and hears theirs meanwhile: neither end waits for the other to begin.
 std::vector<Hello> Machines::greet(const Hello& mine) {
   const auto patience = milliseconds_of(config_.ranks_timeout_s);
-  std::vector<std::jthread> saying;
+  std::vector<Thread> saying;
   for (const std::uint32_t rank : far_) {
-    saying.emplace_back([this, &mine, rank, patience] {
+    saying.emplace_back("strata-greet", [this, &mine, rank, patience] {
       const std::array<std::span<const std::byte>, 1> said = {std::as_bytes(std::span(&mine, 1))};
       try {
         wire_->send(rank, said, patience);
-      } catch (const std::runtime_error&) {
+      } catch (const std::exception&) {
         return;  // what it says does not come either, and tells why
       }
     });
@@ -99,9 +100,9 @@ std::vector<LostRank> Machines::lost() {
 
 // All at the same time: each waits for what its other end does.
 void Machines::part() {
-  std::vector<std::jthread> parting;
+  std::vector<Thread> parting;
   for (const auto& courier : couriers_) {
-    parting.emplace_back([of = courier.get()] { of->part(); });
+    parting.emplace_back("strata-part", [of = courier.get()] { of->part(); });
   }
 }
 

@@ -7,10 +7,11 @@
 #include <deque>
 #include <exception>
 #include <mutex>
-#include <thread>
+#include <string>
 #include <vector>
 
 #include "memory/check.hpp"
+#include "memory/thread.hpp"
 #include "offload/storage/make_engine.hpp"
 
 namespace strata {
@@ -26,10 +27,11 @@ class ThreadEngine final : public IoEngine {
  public:
   ThreadEngine(Doorbell* bell, std::uint32_t depth) : bell_(bell), depth_(depth) {
     STRATA_ASSERT(depth > 0);
+    done_.reserve(depth);
     workers_.reserve(kWorkersMax);
     try {
       for (std::uint32_t i = 0; i < std::min(depth, kWorkersMax); ++i) {
-        workers_.emplace_back([this] { work(); });
+        workers_.emplace_back("strata-io-" + std::to_string(i), [this] { work(); });
       }
     } catch (const std::exception&) {  // no thread more, or no memory for one
       if (workers_.empty()) throw;
@@ -42,7 +44,7 @@ class ThreadEngine final : public IoEngine {
       stop_ = true;
     }
     wake_.notify_all();
-    for (std::thread& worker : workers_) worker.join();
+    workers_.clear();  // waits for them
   }
 
   ThreadEngine(const ThreadEngine&) = delete;
@@ -126,10 +128,10 @@ class ThreadEngine final : public IoEngine {
   std::mutex mutex_;
   std::condition_variable wake_;
   std::deque<Job> queue_;
-  std::deque<IoCompletion> done_;
+  std::vector<IoCompletion> done_;  // room for depth_: a worker allocates nothing
   bool stop_ = false;
 
-  std::vector<std::thread> workers_;
+  std::vector<Thread> workers_;
 };
 
 }  // namespace

@@ -53,6 +53,25 @@ def test_a_foreign_header_in_two_files_is_seen(tmp_path):
     assert "offload/a.cpp, offload/b.cpp" in found
 
 
+def test_threads_take_no_signals():
+    assert list(layers.thread_breaches(ROOT)) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "text", "breaches"),
+    [
+        ("engine/a.hpp", "std::jthread pump_;\n", 1),
+        ("bindings/a.py", 'threading.Thread(target=run, name="strata-a").start()\n', 1),
+        ("memory/a.cpp", "std::thread::id here = std::this_thread::get_id();\n", 0),
+        ("tests/a.cpp", "std::thread other(run);\n", 0),
+    ],
+)
+def test_a_thread_that_takes_signals_is_seen(tmp_path, path, text, breaches):
+    (tmp_path / path).parent.mkdir()
+    (tmp_path / path).write_text(text)
+    assert len(list(layers.thread_breaches(tmp_path))) == breaches
+
+
 def test_the_rooms_of_the_package_import_in_one_direction():
     assert list(layers.package_breaches(ROOT)) == []
 

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -181,6 +182,33 @@ def test_signals_are_the_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     model, optimizer = build()
     strata.wrap(model, optimizer, memory=ROOMY)
     strata.unwrap(model)
+
+
+def test_threads_take_no_signals_and_have_names(tmp_path: Path) -> None:
+    def threads() -> dict[str, tuple[str, int]]:
+        found = {}
+        for task in Path("/proc/self/task").iterdir():
+            lines = (line.split() for line in (task / "status").read_text().splitlines())
+            status = {line[0]: line[1] for line in lines if len(line) == 2}
+            found[task.name] = (status["Name:"], int(status["SigBlk:"], 16))
+        return found
+
+    train(*build())  # torch starts its own
+    before = threads()
+    model, optimizer = build()
+    disk = {"memory": {**ROOMY, "ssd": "64MiB"}, "ssd_path": tmp_path, "io_engine": "threads"}
+    model, optimizer = strata.wrap(model, optimizer, **disk)
+    train(model, optimizer)
+    strata.snapshot(model, tmp_path / "run").wait()
+    found = [of for task, of in threads().items() if task not in before]
+    here = threading.enumerate()
+    strata.unwrap(model)
+    named = {name.rstrip("-0123456789") for name, _ in found}
+    assert {"strata-pump", "strata-opt", "strata-io", "strata-hash", "strata-copy"} <= named
+    assert "strata-snapshot_0" in {thread.name for thread in here}
+    waited_for = {signal.SIGUSR1, signal.SIGINT, signal.SIGTERM, signal.SIGCHLD, signal.SIGALRM}
+    for name, blocked in found:
+        assert all(blocked >> (number - 1) & 1 for number in waited_for), name
 
 
 @pytest.mark.parametrize("handler", [None, signal.SIG_IGN])

@@ -36,6 +36,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from .._config.threads import Thread
+
 if TYPE_CHECKING:
     from .._core import CopyProbe, DtypeName, LaneName, SsdProbe, UpdateProbe
 
@@ -287,7 +289,7 @@ def _together_once(first: Run, second: Run) -> tuple[float, float]:
         except BaseException as error:  # raised again by the caller's thread
             errors.append(error)
 
-    thread = threading.Thread(target=beside, name="strata-calibrate")
+    thread = Thread(target=beside, name="strata-calibrate")
     thread.start()
     ready.wait()
     try:

@@ -15,6 +15,7 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
+from .._config.threads import Thread
 from .._errors import StrataError
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ class Watch:
         self._session = session
         self._limit = limit
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="strata-awaited", daemon=True)
+        self._thread = Thread(target=self._run, name="strata-awaited", daemon=True)
         self._thread.start()
 
     def end(self) -> None:

@@ -26,6 +26,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from .. import _core  # ahead of what is registered below: see there
+from .._config.threads import Thread
 from .._errors import StrataError
 from .lander import Landings
 
@@ -137,7 +138,7 @@ def _collect(key: object) -> None:
             _collected.pop(thread, None)
 
     # The interpreter's exit waits for it, below, and can give it up.
-    thread = threading.Thread(target=run, name="strata-close", daemon=True)
+    thread = Thread(target=run, name="strata-close", daemon=True)
     _collected[thread] = ending
     try:
         thread.start()

@@ -40,6 +40,7 @@ from queue import SimpleQueue
 
 import torch
 
+from .._config.threads import Thread
 from .streams import refuse_capture
 
 AHEAD_SHARE = 32  # one part in so many of the device budget
@@ -102,7 +103,7 @@ class Lander:
         self._epoch = 0
         self._error: BaseException | None = None
         self._closed = False
-        self._thread = threading.Thread(target=self._run, name="strata-lander", daemon=True)
+        self._thread = Thread(target=self._run, name="strata-lander", daemon=True)
         self._thread.start()
 
     def put(self, landing: Landing, byte_count: int = 0) -> None:

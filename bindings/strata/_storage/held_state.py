@@ -16,11 +16,12 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from .._config.threads import Pool
 from .._errors import StrataError
 from .._runtime.wrapped import Wrapped
 from .durability import Durability
@@ -61,7 +62,7 @@ class Holder:
         self._complete = 0  # snapshots, when room was made
         self.number = 0  # the core's, of the last one
         # Its thread ends what was begun before the interpreter goes.
-        self._pool = ThreadPoolExecutor(1, "strata-save")
+        self._pool = Pool("strata-save")
 
     def raise_failure(self) -> None:
         """Raises what the last one failed with, once."""

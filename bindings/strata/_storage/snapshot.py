@@ -18,13 +18,14 @@ import contextlib
 import logging
 import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from .._config.paths import AnyPath, as_path
+from .._config.threads import Pool
 from .._errors import StrataError
 from .._runtime.wrapped import Wrapped, wrapped
 from .durability import Durability
@@ -217,7 +218,7 @@ class Taker:
         self.durability = Durability(self._drives)
         self.holder = Holder(state, self._drives, self.durability)
         # Its thread ends what was begun before the interpreter goes.
-        self._pool = ThreadPoolExecutor(1, "strata-snapshot")
+        self._pool = Pool("strata-snapshot")
         state.before_close += [self._pool.shutdown, self.holder.shutdown]
         self._form = Form([], [])
         self._board = Board.of(state, "snapshots")

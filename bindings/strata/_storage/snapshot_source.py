@@ -14,13 +14,14 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
+from .._config.threads import Pool
 from .._errors import StrataError
 from .._optim.groups import moments_of
 from .._runtime import coded
@@ -134,7 +135,7 @@ class Source:
         batches, failed = self._batches(), None
         free = [torch.empty(0, dtype=torch.uint8)] * (READS_AHEAD + 1)
         ahead: deque[tuple[list[Chunk], Future[tuple[torch.Tensor, Pages]]]] = deque()
-        with ThreadPoolExecutor(1, "strata-load") as pool:
+        with Pool("strata-load") as pool:
             while True:
                 while free and (batch := next(batches, None)) is not None:
                     ahead.append((batch, pool.submit(self._read, batch, free.pop())))
