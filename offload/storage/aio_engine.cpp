@@ -60,9 +60,9 @@ class AioEngine final : public IoEngine {
       if (result > 0) {
         STRATA_ASSERT(result <= left);
         handed += static_cast<std::size_t>(result);
-      } else if (result == 0 || result == -EAGAIN) {
-        break;  // the kernel is short of memory for requests: they stay queued
-      } else if (result != -EINTR) {
+      } else if (result == 0 || is_transient(-result)) {
+        break;  // they stay queued
+      } else {
         // It is the first one that the kernel objects to: that one has failed, the others go on.
         iocb* block = queued_[handed++];
         refused_.push_back(
@@ -71,8 +71,8 @@ class AioEngine final : public IoEngine {
       }
     }
     queued_.erase(queued_.begin(), queued_.begin() + static_cast<std::ptrdiff_t>(handed));
-    // Neither a refused nor a waiting request will ring by itself.
-    if (bell_ != nullptr && (!refused_.empty() || !queued_.empty())) bell_->ring();
+    // A refused request does not ring by itself.
+    if (bell_ != nullptr && !refused_.empty()) bell_->ring();
   }
 
   std::size_t reap(std::span<IoCompletion> out) override {

@@ -11,6 +11,7 @@
 //   size_t count = engine->reap(seen);                      // never blocks
 #pragma once
 
+#include <cerrno>
 #include <cstddef>
 #include <cstdint>
 #include <optional>
@@ -40,6 +41,13 @@ struct IoCompletion {
   std::int64_t result = 0;  // bytes moved (may be fewer than asked), or -errno
 };
 
+// Whether it passes by itself: the kernel was interrupted, or is short of memory or of room for
+// requests. It cancels a request that it gave to a thread of its own when its caller's ends.
+constexpr bool is_transient(int errno_value) {
+  return errno_value == EINTR || errno_value == EAGAIN || errno_value == ENOMEM ||
+         errno_value == ENOBUFS || errno_value == EBUSY || errno_value == ECANCELED;
+}
+
 class IoEngine {
  public:
   // Waits for what the kernel is working on and drops the rest: afterwards no buffer is touched.
@@ -50,7 +58,8 @@ class IoEngine {
   virtual int attach(int fd, std::uint64_t file_bytes) = 0;
   // False when the queue is full: reap first, then try again.
   [[nodiscard]] virtual bool submit(const IoRequest& request) = 0;
-  // Hands what submit() queued to the kernel in one go. Called once per turn.
+  // Hands what submit() queued to the kernel in one go. Called once per turn. What the kernel has
+  // no room for just now stays queued: nobody rings for it, and a later turn tries again.
   virtual void flush() = 0;
   // Moves finished requests into `out`, returns how many. Never blocks. When `out` came back
   // full there may be more, and the doorbell does not ring for them again.

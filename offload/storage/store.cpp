@@ -12,12 +12,14 @@
 namespace strata {
 namespace {
 
-// How often in a row one transfer may be interrupted, or move nothing, before it has failed.
-constexpr std::uint32_t kRetriesMax = 64;
-// An error may pass: a link that was reset, a path that failed over. So the disk is left alone for
-// a while, each time twice as long, for a quarter of a second in all.
-constexpr std::uint32_t kErrorsMax = 6;
+// Where nothing moved, the disk is left alone for a while: each time twice as long, up to 128 ms.
 constexpr std::int64_t kFirstPauseNs = 4'000'000;
+constexpr std::uint32_t kDoublingsMax = 5;
+// An error may pass: a link that was reset, a path that failed over. A quarter of a second in all.
+constexpr std::uint32_t kErrorsMax = 6;
+// The kernel may be short of memory for as long as a program needs to give some back. Two minutes,
+// as for a disk that hangs.
+constexpr std::uint32_t kShortagesMax = 1'000;
 // Requests, and pages to hash, that one look hands over: each wakes a thread, which takes some
 // 10 µs, and whoever looks has the core's lock. The rest goes with the next look.
 constexpr std::size_t kHandedOverMax = 2;
@@ -249,12 +251,9 @@ void Store::advance(std::uint32_t which, std::int64_t result, Completions& out) 
   const std::uint32_t left = transfer.bytes - transfer.moved_bytes;
 
   // 1. The sign.
-  // A request that the kernel handed to a thread of its own is cancelled when its caller's ends.
-  if (result == -EINTR || result == -EAGAIN || result == -ECANCELED)
-    return retry(which, static_cast<int>(-result), out);
-  if (result == -EIO && transfer.errors < kErrorsMax) return pause(which);
   if (result < 0) {
     const int errno_value = static_cast<int>(-result);
+    if (errno_value == EIO || is_transient(errno_value)) return retry(which, errno_value, out);
     const bool full = errno_value == ENOSPC || errno_value == EDQUOT;
     return finish(which, failure(transfer, full ? Fault::no_space : Fault::io, "", errno_value),
                   out);
@@ -273,7 +272,7 @@ void Store::advance(std::uint32_t which, std::int64_t result, Completions& out) 
 
   // 3. Bytes moved: go on from here, or look at the whole.
   transfer.moved_bytes += moved;
-  transfer.retries = transfer.errors = 0;
+  transfer.shortages = transfer.errors = 0;
   (transfer.op == IoOp::read ? counters_.read_bytes : counters_.written_bytes) += moved;
   if (transfer.moved_bytes < transfer.bytes) {
     waiting_.push_back(which);
@@ -284,22 +283,19 @@ void Store::advance(std::uint32_t which, std::int64_t result, Completions& out) 
   }
 }
 
+// Nothing moved. `errno_value` is 0 where the kernel gave no reason.
 void Store::retry(std::uint32_t which, int errno_value, Completions& out) {
   Transfer& transfer = transfers_[which];
-  if (transfer.retries == kRetriesMax) {
-    const std::string why = ": nothing moved in " + std::to_string(kRetriesMax) + " retries";
+  const bool broken = errno_value == EIO;
+  std::uint32_t& times = broken ? transfer.errors : transfer.shortages;
+  if (times == (broken ? kErrorsMax : kShortagesMax)) {
+    const std::string why = ": nothing moved in " + std::to_string(times) + " retries";
     return finish(which, failure(transfer, Fault::io, why, errno_value), out);
   }
-  ++transfer.retries;
+  pausing_.push_back({which, options_.now() + (kFirstPauseNs << std::min(times, kDoublingsMax))});
+  ++times;
   ++counters_.retries;
-  waiting_.push_back(which);
-}
-
-void Store::pause(std::uint32_t which) {
-  const std::uint32_t times = transfers_[which].errors++;
-  ++counters_.retries;
-  ++counters_.errors;
-  pausing_.push_back({which, options_.now() + (kFirstPauseNs << times)});
+  counters_.errors += broken ? 1 : 0;
 }
 
 // Nobody rings when a pause is over: whoever takes turns looks often enough.

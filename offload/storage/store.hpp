@@ -1,10 +1,11 @@
 // Store: page-sized slots in preallocated files on one or several SSD paths. Slot s lies in file
 // s % paths, at byte (s / paths) * slot_bytes. It owns what a disk can do wrong: short transfers
-// are continued, EINTR and EAGAIN retried, EIO a few times and with pauses, lengths and signs
-// checked, and every slot's contents carry an XXH3 checksum seeded with (slot, version), so a lost,
-// stale, corrupt or misdirected page is seen. The checksums are kept in memory: without them the
-// files mean nothing. What a snapshot holds is written down by its owner, with the files' links.
-// Contents may be shorter than their slot: what lies behind them is neither read nor written.
+// are continued; what passes by itself (is_transient()) is tried again after pauses, and EIO a few
+// times; lengths and signs are checked, and every slot's contents carry an XXH3 checksum seeded
+// with (slot, version), so a lost, stale, corrupt or misdirected page is seen. The checksums are
+// kept in memory: without them the files mean nothing. What a snapshot holds is written down by its
+// owner, with the files' links. Contents may be shorter than their slot: what lies behind them is
+// neither read nor written.
 //
 // Threads: one caller at a time (the core's lock). Never blocks, except while it is made
 // and destroyed. Its own threads ("strata-hash") compute the checksums, so that the caller spends
@@ -93,7 +94,7 @@ std::uint32_t fit_slots(const SavedFiles& saved, std::size_t slot_bytes, std::ui
 struct StoreCounters {
   std::uint64_t read_bytes = 0;
   std::uint64_t written_bytes = 0;
-  std::uint64_t retries = 0;  // requests that were made again, pauses or not
+  std::uint64_t retries = 0;  // requests that were made again, after a pause
   std::uint64_t errors = 0;   // of the disk, behind which they were
 };
 
@@ -207,8 +208,8 @@ class Store final {
     std::uint64_t tag = 0;
     std::uint32_t bytes = 0;
     std::uint32_t moved_bytes = 0;  // a multiple of kIoAlignment
-    std::uint32_t retries = 0;      // since bytes last moved
-    std::uint32_t errors = 0;       // likewise
+    std::uint32_t shortages = 0;    // that pass by themselves, since bytes last moved
+    std::uint32_t errors = 0;       // of the disk, likewise
   };
   struct Pause {
     std::uint32_t transfer = 0;
@@ -237,7 +238,6 @@ class Store final {
   bool reap(Completions& out);
   void advance(std::uint32_t which, std::int64_t result, Completions& out);
   void retry(std::uint32_t which, int errno_value, Completions& out);
-  void pause(std::uint32_t which);
   bool end_pauses();
   void finish(std::uint32_t which, std::optional<Error> error, Completions& out);
   std::optional<Error> check_version(const Transfer& transfer) const;
@@ -265,7 +265,7 @@ class Store final {
   std::vector<std::uint32_t> idle_;     // indices into transfers_
   std::deque<std::uint32_t> unhashed_;  // likewise: to be hashed, in order
   std::deque<std::uint32_t> waiting_;   // likewise: to be submitted, in order
-  std::vector<Pause> pausing_;          // behind an error of the disk
+  std::vector<Pause> pausing_;          // to be submitted again later
   PageFiles files_;                     // one for each stripe, or none at all
   std::vector<int> numbers_;            // of the stripes, as the engine knows them
   Crew<HashJob, HashDone> hashes_;

@@ -6,6 +6,8 @@
 #include <algorithm>
 #include <array>
 #include <cerrno>
+#include <chrono>
+#include <thread>
 #include <vector>
 
 #include "memory/check.hpp"
@@ -17,11 +19,8 @@ namespace {
 // The kernel takes at most this much in one registered buffer.
 constexpr std::size_t kSliceBytesMax = kGiB;
 constexpr std::uint32_t kRegisteredFilesMax = 64;
-
-// Worth trying again: interrupted, or the kernel is short of memory for requests just now.
-bool transient(int result) {
-  return result == -EINTR || result == -EAGAIN || result == -EBUSY || result == -ENOMEM;
-}
+// Of who waits for the last requests, where the kernel is short of memory.
+constexpr auto kLastPause = std::chrono::milliseconds(1);
 
 // Note [Pinned memory and fork]
 // A page that the kernel has pinned cannot be shared copy-on-write, so fork() copies every one of
@@ -51,7 +50,8 @@ class UringEngine final : public IoEngine {
     // 2. The kernel owns the buffers until each completion is seen.
     while (in_flight_ > 0) {
       const int result = io_uring_submit_and_wait(&ring_, 1);
-      STRATA_ASSERT(result >= 0 || transient(result));
+      STRATA_ASSERT(result >= 0 || is_transient(-result));
+      if (result < 0) std::this_thread::sleep_for(kLastPause);
       std::array<IoCompletion, 32> seen;
       while (reap(seen) > 0) continue;
     }
@@ -104,10 +104,8 @@ class UringEngine final : public IoEngine {
     while (io_uring_sq_ready(&ring_) > 0) {
       const int result = io_uring_submit(&ring_);
       if (result >= 0 || result == -EINTR) continue;
-      STRATA_ASSERT(transient(result));
-      // They stay queued, and the bell brings us back.
-      if (bell_ != nullptr) bell_->ring();
-      return;
+      STRATA_ASSERT(is_transient(-result));
+      return;  // they stay queued
     }
   }
 

@@ -27,13 +27,14 @@ struct FaultyStore {
   static StoreOptions options(int hash_threads) {
     StoreOptions options = options_for({});
     options.hash_threads = hash_threads;
-    options.now = [time_ns = std::int64_t{0}]() mutable { return time_ns += 1'000'000; };
+    options.now = hurried_clock();
     return options;
   }
 };
 
 TEST(StoreFaultTest, ShortAndInterruptedTransfersAreGoneOnWith) {
-  for (IoFault fault : {IoFault::shortened, IoFault::interrupted, IoFault::again}) {
+  for (IoFault fault :
+       {IoFault::shortened, IoFault::interrupted, IoFault::again, IoFault::no_memory}) {
     FaultPlan plan{.seed = 3};
     plan.chance_of(fault) = 0.5;
     FaultyStore faulty(plan);
@@ -53,23 +54,71 @@ TEST(StoreFaultTest, ShortAndInterruptedTransfersAreGoneOnWith) {
   }
 }
 
+// A store on a faulty disk, whose pauses end as soon as nothing else moves.
+struct HurriedStore {
+  std::int64_t time_ns = 0;
+  FaultyEngine* engine;
+  Store store;
+
+  HurriedStore()
+      : HurriedStore(std::make_unique<FaultyEngine>(std::make_unique<MemoryEngine>(nullptr, 4),
+                                                    FaultPlan{})) {}
+  explicit HurriedStore(std::unique_ptr<FaultyEngine> made)
+      : engine(made.get()), store(options(), std::move(made)) {}
+
+  StoreOptions options() {
+    StoreOptions options = options_for({});
+    options.now = [this] { return time_ns; };
+    return options;
+  }
+  // The error of a write that meets the fault so many times.
+  std::optional<Error> write(SlotId slot, AlignedBuffer& page, std::uint64_t version, IoFault fault,
+                             std::uint64_t times) {
+    FaultPlan plan;
+    plan.chance_of(fault) = 1;
+    engine->set_plan(plan);
+    const std::uint64_t before = engine->injected(fault);
+    std::vector<StoreCompletion> done;
+    EXPECT_TRUE(store.write(slot, page.span(), version, 7));
+    for (; done.empty(); time_ns += 1'000'000'000) {
+      if (engine->injected(fault) - before >= times) engine->set_plan({});
+      const std::uint64_t asked = engine->requests();
+      while (store.turn(done)) continue;
+      EXPECT_LE(engine->requests(), asked + 1) << "it was asked again at once";
+    }
+    return done.at(0).error;
+  }
+};
+
+TEST(StoreFaultTest, AShortageThatLastsIsWaitedFor) {
+  for (const IoFault fault : {IoFault::again, IoFault::interrupted, IoFault::no_memory}) {
+    HurriedStore hurried;
+    AlignedBuffer page(kSlot), back(kSlot);
+    page.fill(1);
+    const SlotId slot = hurried.store.acquire().value();
+    EXPECT_EQ(text_of(hurried.write(slot, page, 1, fault, 500)), "(no error)");
+    EXPECT_EQ(hurried.store.counters().retries, 500u);
+    EXPECT_EQ(hurried.store.counters().errors, 0u) << "none of the disk";
+    EXPECT_FALSE(read(hurried.store, slot, back, 1));
+    EXPECT_TRUE(page == back);
+  }
+}
+
 TEST(StoreFaultTest, RetriesAreBounded) {
-  FaultPlan plan;
-  plan.chance_of(IoFault::again) = 1;
-  FaultyStore faulty(plan);
-  const SlotId slot = faulty.store.acquire().value();
+  HurriedStore hurried;
+  const SlotId slot = hurried.store.acquire().value();
   AlignedBuffer page(kSlot);
-  const auto error = write(faulty.store, slot, page, 1);
+  const auto error = hurried.write(slot, page, 1, IoFault::again, 10'000);
   ASSERT_TRUE(error);
   EXPECT_EQ(error->fault, Fault::io);
   EXPECT_EQ(error->errno_value, EAGAIN);
-  EXPECT_LE(faulty.engine->injected(IoFault::again), 100u);
+  EXPECT_LE(hurried.engine->injected(IoFault::again), 1'100u);
 
   // The slot holds nothing now, and can be written again.
-  faulty.engine->set_plan({});
-  EXPECT_TRUE(read(faulty.store, slot, page, 1));
-  EXPECT_FALSE(write(faulty.store, slot, page, 2));
-  EXPECT_FALSE(read(faulty.store, slot, page, 2));
+  hurried.engine->set_plan({});
+  EXPECT_TRUE(read(hurried.store, slot, page, 1));
+  EXPECT_FALSE(write(hurried.store, slot, page, 2));
+  EXPECT_FALSE(read(hurried.store, slot, page, 2));
 }
 
 // An error that passes is waited for, longer each time, and counted; one that stays ends it.
@@ -180,7 +229,8 @@ TEST(StoreFaultTest, EveryRequestMayFailOnce) {
   for (std::size_t i = 1; i < kIoFaultCount; ++i) {
     const auto fault = static_cast<IoFault>(i);
     const bool heals = fault == IoFault::interrupted || fault == IoFault::again ||
-                       fault == IoFault::shortened || fault == IoFault::passing_eio;
+                       fault == IoFault::shortened || fault == IoFault::passing_eio ||
+                       fault == IoFault::no_memory;
     std::uint64_t met = 0;
     std::uint64_t requests = 0;
     for (std::uint64_t nth = 1; nth == 1 || nth <= requests + 1; ++nth) {

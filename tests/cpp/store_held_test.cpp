@@ -56,7 +56,7 @@ TEST(HeldSlots, AreRefusedWhereNoneIsSpareForTheNextWrite) {
 class Holding final {
  public:
   explicit Holding(std::uint64_t seed)
-      : random_(seed), store_(options_for({}, kPages * 4), faulty(seed)), buffer_(kSlot) {
+      : random_(seed), store_(options(), faulty(seed)), buffer_(kSlot) {
     for (Page& page : pages_) page.slot = store_.acquire().value();
   }
 
@@ -88,6 +88,11 @@ class Holding final {
     std::uint64_t version = 0;
   };
 
+  static StoreOptions options() {
+    StoreOptions options = options_for({}, kPages * 4);
+    options.now = hurried_clock();
+    return options;
+  }
   static std::unique_ptr<IoEngine> faulty(std::uint64_t seed) {
     FaultPlan plan{.seed = seed};
     plan.chance_of(IoFault::shortened) = 0.2;

@@ -21,6 +21,8 @@ std::optional<std::int64_t> answer(IoFault fault, const IoRequest& request) {
       return -EINTR;
     case IoFault::again:
       return -EAGAIN;
+    case IoFault::no_memory:
+      return -ENOMEM;
     case IoFault::lost_write:
       return request.bytes;
     case IoFault::none:
@@ -89,6 +91,7 @@ bool FaultyEngine::applies(IoFault fault, const IoRequest& request) const {
     case IoFault::passing_eio:
     case IoFault::interrupted:
     case IoFault::again:
+    case IoFault::no_memory:
     case IoFault::corrupt:
       return true;
   }

@@ -34,13 +34,14 @@ enum class IoFault : std::uint8_t {
   passing_eio,  // an error that is gone the next time: a run that ends by it
   no_space,     // writes: a full disk taken for a broken one, or for success
   interrupted,  // EINTR treated as an error, or retried from the wrong place
-  again,        // EAGAIN treated as an error, or retried for ever
+  again,        // EAGAIN treated as an error, retried without a pause, or for ever
   shortened,    // a short transfer taken for a whole one, or continued at the wrong byte
   corrupt,      // one flipped bit, on the medium or on the way, used unseen
   misdirected,  // the right bytes at another place of the file, or from there
   lost_write,   // a write that is acknowledged and never happens: the stale page looks intact
+  no_memory,    // ENOMEM, of a kernel that is short of memory for a while: a run that ends by it
 };
-inline constexpr std::size_t kIoFaultCount = 10;
+inline constexpr std::size_t kIoFaultCount = 11;
 
 struct FaultPlan {
   std::uint64_t seed = 1;
