@@ -11,6 +11,7 @@
 #include <cstdint>
 #include <string>
 #include <string_view>
+#include <thread>
 #include <utility>
 
 #include "memory/check.hpp"
@@ -18,6 +19,8 @@
 
 namespace strata {
 namespace {
+
+constexpr auto kShortagePause = std::chrono::milliseconds(1);
 
 void ring_eventfd(int fd) noexcept {
   const std::uint64_t one = 1;
@@ -67,8 +70,10 @@ bool Doorbell::wait(std::chrono::nanoseconds timeout) noexcept {
   const auto seconds = std::chrono::duration_cast<std::chrono::seconds>(timeout);
   const timespec limit{.tv_sec = seconds.count(), .tv_nsec = (timeout - seconds).count()};
   const int ready = ::ppoll(&waiting, 1, timeout.count() < 0 ? nullptr : &limit, nullptr);
-  // A signal counts as a quiet wake-up: the caller looks around and sleeps again.
-  STRATA_ASSERT(ready >= 0 || errno == EINTR);
+  // A signal counts as a quiet wake-up: the caller looks around and sleeps again. So does a kernel
+  // that is short of memory, behind a pause: the caller may come back at once.
+  STRATA_ASSERT(ready >= 0 || errno == EINTR || errno == ENOMEM);
+  if (ready < 0 && errno == ENOMEM) std::this_thread::sleep_for(kShortagePause);
   if (ready <= 0) return false;
   std::uint64_t rings = 0;
   const ssize_t got = ::read(fd(), &rings, sizeof rings);
