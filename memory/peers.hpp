@@ -60,7 +60,7 @@ struct PeerMessage {
     waits,      // what lies in front in jam `count` of outbox `what` waits for outboxes: those of
                 // 64, `part` by number, in `at`
     // To ranks of other machines alone:
-    summed,  // no sum of its machine with a smaller key than `at` will come from it
+    summed,  // no sum of its machine from before `window` of `step` will come from it
     board,   // its board has changed: that part lies at `at` there
     scales,  // of the moments in the page that is granted next, which lie at `at`
     place,   // it has ended `step` steps, and entered unit `what` last; `part`: in the backward

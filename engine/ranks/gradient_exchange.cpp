@@ -130,7 +130,7 @@ GradientExchange::Key GradientExchange::to_come(std::uint32_t id, std::uint32_t 
   if (collectors_.adds_up(member)) {
     return base_.peers->is_far(sender) ? to_come_.reached(sender) : sums_->reached(id);
   }
-  return progress_.has_left(sender) ? UINT64_MAX : progress_.reached(sender);
+  return progress_.has_left(sender) ? kNoKey : progress_.reached(sender);
 }
 
 // What is next in the order of the sum, as far as it is there: see Note [Order of the sum].

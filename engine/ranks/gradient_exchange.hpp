@@ -108,15 +108,13 @@ class GradientExchange final {
   bool hand_over(std::uint32_t chunk);
 
   // What others say. False: it cannot be, and the session should end.
-  bool summed(std::uint32_t from, GradientKey key);
+  bool summed(std::uint32_t from, const PeerMessage& message);
   bool jammed(std::uint32_t from, const PeerMessage& message);
   bool waits_there(const PeerMessage& message);
   bool piece_came(std::uint32_t from, const PeerMessage& message);
   bool piece_taken(std::uint32_t from, std::uint64_t place);
-  void window_began(std::uint32_t from, const PeerMessage& message);
-  void step_done(std::uint32_t from, std::int64_t step) {
-    progress_.reach(from, key_of(step + 1, 0, 0));
-  }
+  bool window_began(std::uint32_t from, const PeerMessage& message);
+  bool step_done(std::uint32_t from, const PeerMessage& message);
   // A rank, this one or another, has no more pieces, and ends no more steps.
   void rank_left(std::uint32_t rank) { progress_.leave(rank); }
   bool has_left(std::uint32_t rank) const { return progress_.has_left(rank); }
@@ -190,6 +188,7 @@ class GradientExchange final {
   void meet(Lock& lock, Key at) STRATA_REQUIRES(core_lock);
   void begin_landing(Lock& lock) STRATA_REQUIRES(core_lock);
   void make_parts();
+  bool is_place(const PeerMessage& message) const;
   std::optional<std::uint32_t> part_of(const PeerMessage& message) const;
   bool land_now(Lock& lock, std::uint32_t part, const GradientPiece& mine)
       STRATA_REQUIRES(core_lock);

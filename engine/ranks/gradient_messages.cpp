@@ -67,13 +67,20 @@ void GradientExchange::send_sum(const MachineSums::Part& part, GradientPiece sum
 // Ranks of other machines hear which sums of this rank have all gone.
 void GradientExchange::tell_sums() {
   const Key reached = sums_->reached() >> kNumberBits << kNumberBits;
-  if (reached <= told_summed_ || step_of(reached) > step_ + 1) return;
+  if (reached <= told_summed_ || reached >= key_of(step_ + 2, 0, 0)) return;
   told_summed_ = reached;
-  base_.peers->send_far({.kind = PeerMessage::Kind::summed, .at = reached});
+  base_.peers->send_far(
+      {.kind = PeerMessage::Kind::summed, .window = window_of(reached), .step = step_of(reached)});
 }
 
-bool GradientExchange::summed(std::uint32_t from, Key key) {
-  if (!to_come_.reach(from, key)) return false;
+// No rank is two steps ahead of another.
+bool GradientExchange::is_place(const PeerMessage& message) const {
+  return message.window >> kWindowBits == 0 && message.step >= 0 && message.step <= step_ + 2;
+}
+
+bool GradientExchange::summed(std::uint32_t from, const PeerMessage& message) {
+  if (!is_place(message)) return false;
+  if (!to_come_.reach(from, key_of(message.step, message.window, 0))) return false;
   base_.bell.ring();
   return true;
 }
@@ -206,7 +213,7 @@ bool GradientExchange::piece_came(std::uint32_t from, const PeerMessage& message
   const auto id = part_of(message);
   const std::uint32_t dtype_number = message.dtype & ((1U << kGradientsShift) - 1);
   if (!id || dtype_number >= kDtypeNames.size()) return false;
-  if (message.window >> kWindowBits != 0 || message.count >> kNumberBits != 0) return false;
+  if (!is_place(message)) return false;
   const Part& part = parts_[*id];
   const auto dtype = static_cast<Dtype>(dtype_number);
   const std::byte* const bytes = base_.peers->bytes(from, message.at, message.bytes);
@@ -242,12 +249,19 @@ bool GradientExchange::piece_taken(std::uint32_t from, std::uint64_t place) {
   return bytes != nullptr && departures_.give_back(from, bytes);
 }
 
-void GradientExchange::window_began(std::uint32_t from, const PeerMessage& message) {
-  const std::uint32_t window = message.window & ((1U << kWindowBits) - 1);
-  progress_.reach(from, key_of(message.step, window, 0));
-  if (message.count == 0) return;
-  progress_.land(from, message.step);
+bool GradientExchange::window_began(std::uint32_t from, const PeerMessage& message) {
+  if (!is_place(message)) return false;
+  progress_.reach(from, key_of(message.step, message.window, 0));
+  if (message.count != 0) progress_.land(from, message.step);
   base_.bell.ring();
+  return true;
+}
+
+bool GradientExchange::step_done(std::uint32_t from, const PeerMessage& message) {
+  if (!is_place(message)) return false;
+  progress_.reach(from, key_of(message.step + 1, 0, 0));
+  base_.bell.ring();
+  return true;
 }
 
 }  // namespace strata

@@ -38,9 +38,9 @@ struct GradientPiece {
   }
 };
 
-// UINT64_MAX: there are none.
+// Returns kNoKey if there are none.
 inline GradientKey smallest_key(std::span<const GradientPiece> pieces) {
-  GradientKey least = UINT64_MAX;
+  GradientKey least = kNoKey;
   for (const GradientPiece& piece : pieces) least = std::min(least, piece.key);
   return least;
 }

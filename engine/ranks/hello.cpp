@@ -20,7 +20,7 @@ constexpr std::array<const char*, Hello::kFacts> kFactNames = {
     "other pages or another way to store moments: budgets and page_size must be the same",
     "another way to update, or another rank_gathers= or rank_sums=",
 };
-constexpr std::uint64_t kFormat = 10;
+constexpr std::uint64_t kFormat = 11;
 
 std::uint64_t model_of(const Config& config) {
   Fingerprint of;

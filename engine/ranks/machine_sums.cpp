@@ -128,7 +128,7 @@ void MachineSums::end(std::unique_ptr<Job> job) {
 
 // What the ranks of this machine may still send is not smaller.
 GradientKey MachineSums::members_reached() const {
-  GradientKey least = UINT64_MAX;
+  GradientKey least = kNoKey;
   for (const std::uint32_t rank : collectors_.here()) {
     if (!progress_.has_left(rank)) least = std::min(least, progress_.reached(rank));
   }
@@ -138,7 +138,7 @@ GradientKey MachineSums::members_reached() const {
 GradientKey MachineSums::reached(std::uint32_t part) const {
   const auto found = collected_.find(part);
   const bool none = found == collected_.end();
-  return std::min(members_reached(), none ? UINT64_MAX : smallest_key(found->second.waiting));
+  return std::min(members_reached(), none ? kNoKey : smallest_key(found->second.waiting));
 }
 
 GradientKey MachineSums::reached() const {

@@ -283,13 +283,13 @@ bool OtherRanks::take(const Peers::Received& received) {
     case PeerMessage::Kind::taken:
       return exchange_.piece_taken(from, message.at);
     case PeerMessage::Kind::window:
-      exchange_.window_began(from, message);
+      if (!exchange_.window_began(from, message)) return false;
       heed_ways();
       return true;
     case PeerMessage::Kind::completed:
       return early_ != nullptr && early_->completed(from, message);
     case PeerMessage::Kind::done:
-      exchange_.step_done(from, message.step);
+      if (!exchange_.step_done(from, message)) return false;
       heed_ways();
       return true;
     case PeerMessage::Kind::bye:
@@ -306,7 +306,7 @@ bool OtherRanks::take(const Peers::Received& received) {
     case PeerMessage::Kind::waits:
       return exchange_.waits_there(message);
     case PeerMessage::Kind::summed:
-      return exchange_.summed(from, message.at);
+      return exchange_.summed(from, message);
     case PeerMessage::Kind::grown:
       return take_growth(from, message.at);
     case PeerMessage::Kind::place:

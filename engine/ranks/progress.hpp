@@ -18,30 +18,35 @@
 
 namespace strata {
 
-using GradientKey = std::uint64_t;
+// Note [Widths]
+// The step has 64 bits, the window and the number 32 each, as in PeerMessage. Steps and numbers are
+// counted one by one, and no run is long enough to use them up. Windows are in two parts, each of
+// which can be: begin_window() and look() of gradient_exchange.hpp refuse more.
+__extension__ typedef unsigned __int128 GradientKey;
+inline constexpr GradientKey kNoKey = ~GradientKey{0};  // behind every other one
 
 constexpr int kPassBits = 14;  // backward passes between two looks
 constexpr int kLookBits = 14;
 constexpr int kWindowBits = kLookBits + kPassBits;
 constexpr std::uint32_t kPassesMax = (1U << kPassBits) - 1;
 constexpr std::uint32_t kLooksPerStepMax = (1U << kLookBits) - 1;
-constexpr int kNumberBits = 10;
+constexpr int kNumberBits = 32;
 constexpr int kPlaceShift = kPassBits + kNumberBits;  // a key beyond it: step and look
 
+// REQUIRES: step >= 0, and window has kWindowBits. What other ranks say is checked first.
 inline GradientKey key_of(std::int64_t step, std::uint32_t window, std::uint32_t number) {
-  STRATA_ASSERT(window < (1U << kWindowBits) && number < (1U << kNumberBits));
-  return static_cast<GradientKey>(step) << (kWindowBits + kNumberBits) |
-         GradientKey{window} << kNumberBits | number;
+  STRATA_ASSERT(step >= 0 && window >> kWindowBits == 0);
+  return static_cast<GradientKey>(step) << 64 | GradientKey{window} << kNumberBits | number;
 }
 
 inline std::int64_t step_of(GradientKey key) {
-  return static_cast<std::int64_t>(key >> (kWindowBits + kNumberBits));
+  return static_cast<std::int64_t>(key >> 64);
 }
 inline std::uint32_t window_of(GradientKey key) {
-  return static_cast<std::uint32_t>(key >> kNumberBits) & ((1U << kWindowBits) - 1);
+  return static_cast<std::uint32_t>(key >> kNumberBits);
 }
 inline std::uint32_t number_of(GradientKey key) {
-  return static_cast<std::uint32_t>(key) & ((1U << kNumberBits) - 1);
+  return static_cast<std::uint32_t>(key);
 }
 
 class Progress final {

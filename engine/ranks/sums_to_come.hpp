@@ -24,15 +24,14 @@ class SumsToCome final {
   SumsToCome(const Peers& peers, const Collectors& collectors, const Progress& progress)
       : peers_(peers), collectors_(collectors), progress_(progress), reached_(peers.count(), 0) {}
 
-  // False: that rank sends no sums, or is nowhere near that key.
+  // False: that rank sends no sums.
   bool reach(std::uint32_t from, GradientKey key) {
-    const std::int64_t here = step_of(progress_.reached(peers_.rank()));
-    if (!sends(from) || number_of(key) != 0 || step_of(key) > here + 2) return false;
+    if (!sends(from)) return false;
     reached_[from] = std::max(reached_[from], key);
     return true;
   }
   GradientKey reached(std::uint32_t rank) const {
-    return progress_.has_left(rank) ? UINT64_MAX : told(rank);
+    return progress_.has_left(rank) ? kNoKey : told(rank);
   }
   // By the rank itself. One that has left still sends what it adds up for others.
   GradientKey told(std::uint32_t rank) const { return reached_[rank]; }

@@ -230,6 +230,22 @@ TEST(Ranks, PassesOfAStepAreCounted) {
   });
 }
 
+// A layer that is shared by thousands of checkpoints, each of which runs a backward of its own.
+TEST(Ranks, GradientsOfAParameterInAPassAreNotCounted) {
+  const RanksDevice device{.land = [](Session& session, std::uint32_t param, const Bfloat16s& of) {
+    const Bfloat16s ones(of.size(), 0x3f80);
+    for (int i = 0; i < (param == 2 ? 1'100 : 1); ++i) {
+      session.land_gradient(param, ones.data(), Dtype::bfloat16);
+    }
+  }};
+  const StepOptions options{.grad_divisor = 1'000.0};
+  const auto train = [&](std::uint32_t count, std::uint32_t batches, Hosts hosts) {
+    return trained(count, 1, roomy(), options, {}, batches, hosts, device);
+  };
+  expect_bits(train(1, 2, Hosts::one)[0], train(2, 2, Hosts::one));
+  expect_bits(train(1, 4, Hosts::one)[0], train(4, 4, Hosts::pairs));
+}
+
 // Also where it lives on, as one does whose model was collected.
 TEST(Ranks, WhoHasLeftIsNotWaitedFor) {
   on_two_ranks([](Session& session, std::uint32_t rank, std::barrier<>&) {
