@@ -1,5 +1,8 @@
 #include "engine/gate.hpp"
 
+#include <exception>
+#include <new>
+
 #include "memory/check.hpp"
 
 namespace strata {
@@ -45,7 +48,14 @@ bool Gate::close() {
 void Gate::fail(Error error) {
   if (failure_) return;
   failure_ = std::move(error);
-  duties_.tell_failure();  // no turn may come any more
+  tell_failure();  // no turn may come any more
+}
+
+void Gate::tell_failure() {
+  try {
+    duties_.tell_failure();
+  } catch (const std::exception&) {  // no memory for it: the pump tries again
+  }
 }
 
 void Gate::throw_if_failed() const {
@@ -66,6 +76,10 @@ bool Gate::turn(int part) {
     moved = duties_.turn(part);
   } catch (const StrataError& error) {  // nobody else would: the pump may have taken it
     fail(error.error());
+  } catch (const std::bad_alloc&) {
+    fail(std::move(no_memory_));
+  } catch (const std::exception& error) {
+    fail({.what = std::string("strata could not go on: ") + error.what()});
   }
   if (moved) ++progress_;
   return moved;
@@ -93,7 +107,7 @@ void Gate::take_turn() {
 void Gate::take_turns(Lock& lock) {
   while (turn(lock)) continue;
   if (!failure_) return;
-  duties_.tell_failure();
+  tell_failure();
   notify();
 }
 

@@ -8,10 +8,10 @@
 //   gate.wait(call.lock(), [&] { return is_there(); }, {"the parameters", unit});
 //
 // Note [Failures]
-// The first error is kept. Every caller who waits, and every later call, throws it, with unit,
-// page, tier, file and errno. Leaving a unit never throws, because it runs on the way out. Closing
-// waits for threads that copy without the lock, and lets workers, disk and copy engine finish what
-// they hold; callers who wait meanwhile get Fault::cancelled.
+// The first error is kept, whatever a turn throws. Every caller who waits, and every later call,
+// throws it, with unit, page, tier, file and errno. Leaving a unit never throws, because it runs on
+// the way out. Closing waits for threads that copy without the lock, and lets workers, disk and
+// copy engine finish what they hold; callers who wait meanwhile get Fault::cancelled.
 //
 // Note [Stuck]
 // A wait for a disk or a link that hangs is to end. What counts are looks, not the clock: a process
@@ -132,6 +132,7 @@ class Gate final {
   // Gives the lock up between the parts. True when anything moved.
   bool turn(Lock& lock) STRATA_REQUIRES(core_lock);
   bool turn(int part) STRATA_REQUIRES(core_lock);
+  void tell_failure() STRATA_REQUIRES(core_lock);
 
   GateOptions options_;
   GateDuties duties_;
@@ -140,6 +141,13 @@ class Gate final {
   LockMeter meter_ STRATA_GUARDED_BY(core_lock);
   std::condition_variable moved_;
   std::optional<Error> failure_ STRATA_GUARDED_BY(core_lock);
+  // Made ahead: where it is needed there may be no memory for its text.
+  Error no_memory_ STRATA_GUARDED_BY(core_lock){
+      .fault = Fault::memory,
+      .what =
+          "the process could get no more memory for what strata has under way: end other "
+          "programs, raise its limits (ulimit -v), or ask for a smaller host= budget",
+      .tier = Tier::host};
   std::uint64_t progress_ STRATA_GUARDED_BY(core_lock) = 0;  // parts of turns that moved something
   std::uint64_t notified_ = 0;                               // changes with the lock only
   std::uint32_t inside_ STRATA_GUARDED_BY(core_lock) = 0;

@@ -65,7 +65,7 @@ void SnapshotRoom::run() {
     } catch (const std::exception&) {  // which is kept for who waits, or the session has failed
     }
     running_ = false;
-  } catch (const StrataError&) {  // the session has ended
+  } catch (const std::exception&) {  // the session has ended
   }
 }
 

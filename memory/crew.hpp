@@ -26,6 +26,7 @@
 namespace strata {
 
 // What the threads of a crew are called and what they do. `run` and `begin` get a thread's number.
+// REQUIRES: neither throws.
 template <class Job, class Done>
 struct CrewWork {
   std::string name;  // of each thread, with its number behind it; the kernel keeps 15 characters

@@ -9,6 +9,7 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -46,19 +47,21 @@ inline GradientKey smallest_key(std::span<const GradientPiece> pieces) {
 }
 
 // Adds elements [first, first + count) of the pieces, one after another, to float32 sums, as `mode`
-// says of the first. Neighbours of one dtype are added in one pass.
+// says of the first. Neighbours of one dtype are added in one pass. Allocates
+// nothing, for a thread of a crew must not throw.
 // Returns the squares of the sums. REQUIRES: there are pieces.
 inline double add_pieces(const Kernels& kernels, void* to, std::span<const GradientPiece> pieces,
                          std::size_t first, std::size_t count, GradMode mode) {
   double squares = 0.0;
-  std::vector<const void*> from;
+  std::array<const void*, 16> from;
   for (auto next = pieces.begin(); next != pieces.end(); mode = GradMode::add) {
     const Dtype dtype = next->dtype;
-    from.clear();
-    for (; next != pieces.end() && next->dtype == dtype; ++next) {
-      from.push_back(next->bytes + first * size_of(dtype));
+    std::size_t found = 0;
+    for (; next != pieces.end() && next->dtype == dtype && found < from.size(); ++next) {
+      from[found++] = next->bytes + first * size_of(dtype);
     }
-    squares = kernels.land_pieces(to, Dtype::float32, from, dtype, count, mode, {});
+    const std::span<const void* const> these(from.data(), found);
+    squares = kernels.land_pieces(to, Dtype::float32, these, dtype, count, mode, {});
   }
   return squares;
 }

@@ -217,6 +217,30 @@ TEST(Ranks, WhoseDiskHangsSaysSoToTheOthers) {
   });
 }
 
+TEST(Ranks, WhoHasNoMemoryLeftSaysSoToTheOthers) {
+  std::atomic<bool> none_left = false;
+  Loopback machine(2);
+  std::barrier all(2);
+  on_ranks(2, [&](std::uint32_t rank) {
+    SessionParts parts;
+    parts.turned = [&none_left, rank](const PageTable&, const Claims&) {
+      if (rank == 0 && none_left) throw std::bad_alloc();
+    };
+    const auto opened = open_rank(machine, rank, roomy(), 2, std::move(parts));
+    Session& session = *opened;
+    fill_all(session);
+    train_rank(session, 1, {}, {});
+    session.synchronize();
+    all.arrive_and_wait();
+    none_left = true;
+    const std::string words = refusal_of([&] { train_rank(session, 2, {}, {}); });
+    const std::string expected =
+        rank == 0 ? "could get no more memory" : "rank 0 has failed or died";
+    EXPECT_NE(words.find(expected), std::string::npos) << words;
+    all.arrive_and_wait();  // others may still read from this one
+  });
+}
+
 TEST(Ranks, PassesOfAStepAreCounted) {
   on_two_ranks([](Session& session, std::uint32_t rank, std::barrier<>& all) {
     all.arrive_and_wait();

@@ -1,6 +1,7 @@
 // A machine that has no thread or no memory left while a session is made: the 1st, 2nd, 3rd … start
 // of a thread, or allocation, fails, until a session is made untouched. Each gives one exception,
-// or a session with fewer threads that learns the same bits; nothing stays behind.
+// or a session with fewer threads that learns the same bits; nothing stays behind. Likewise where
+// the pump has none left in the middle of a training: its session ends with one exception.
 #include <dlfcn.h>
 #include <gtest/gtest.h>
 #include <pthread.h>
@@ -8,6 +9,7 @@
 #include <atomic>
 #include <cerrno>
 #include <cstdlib>
+#include <cstring>
 #include <new>
 
 #include "io_fixtures.hpp"
@@ -18,6 +20,7 @@ namespace {
 
 std::atomic<long> threads_left{-1};      // starts that go well; negative: all
 std::atomic<long> allocations_left{-1};  // likewise
+std::atomic<long> pump_left{-1};         // likewise, of the pump alone
 
 }  // namespace
 
@@ -37,9 +40,19 @@ extern "C" int pthread_create(pthread_t* thread, const pthread_attr_t* how, void
   return fails(threads_left) ? EAGAIN : real(thread, how, run, with);
 }
 
+static bool is_pump() {
+  thread_local const bool is = [] {
+    char name[16] = {};
+    return pthread_getname_np(pthread_self(), name, sizeof name) == 0 &&
+           std::strcmp(name, "strata-pump") == 0;
+  }();
+  return is;
+}
+
 // Not inlined: the compiler would see new and free() as a pair, and warn.
 [[gnu::noinline]] void* operator new(std::size_t bytes) {
-  void* const memory = fails(allocations_left) ? nullptr : std::malloc(bytes);
+  const bool none = fails(allocations_left) || (pump_left >= 0 && is_pump() && fails(pump_left));
+  void* const memory = none ? nullptr : std::malloc(bytes);
   if (memory == nullptr) throw std::bad_alloc();
   return memory;
 }
@@ -115,6 +128,28 @@ TEST_P(Resources, ThreadsThatDoNotStart) {
 TEST_P(Resources, AllocationsThatFail) {
   const char* text = std::getenv("STRATA_SEEDS");
   fail_each(allocations_left, text == nullptr ? 17 : 1);
+}
+
+TEST(Pump, WithoutMemoryEndsItsSession) {
+  if (!kReplaced) GTEST_SKIP() << "a sanitizer has replaced what fails here";
+  const TempFolder folder;
+  const Config config = on_disk(folder, "threads");
+  int ended = 0;
+  for (long nth = 0; nth < 500; nth += 1 + nth) {
+    Session session(config);
+    fill(session);
+    train(session, 1);
+    pump_left = nth;
+    try {
+      train(session, 2);
+      session.synchronize();
+    } catch (const StrataError& error) {
+      EXPECT_EQ(error.error().fault, Fault::memory) << error.what();
+      ++ended;
+    }
+    pump_left = -1;
+  }
+  EXPECT_GT(ended, 0);
 }
 
 INSTANTIATE_TEST_SUITE_P(Engines, Resources, testing::Values("threads", "io_uring", "libaio"),

@@ -10,8 +10,14 @@
 #include <cstring>
 #include <functional>
 #include <mutex>
+#include <new>
 #include <set>
+#include <stdexcept>
+#include <string>
+#include <system_error>
 #include <thread>
+#include <utility>
+#include <vector>
 
 #include "adoptions.hpp"
 #include "engine/between_steps.hpp"
@@ -26,14 +32,32 @@ constexpr auto kLook = std::chrono::milliseconds(2);
 
 // The pump takes turns as well, and nobody catches what is thrown there.
 TEST(Turns, WhatOneThrowsEndsTheSession) {
-  Gate gate({.idle = [] {}});
-  gate.set_duties({.turn = [](int) -> bool { refuse("by the test"); },
-                   .runs_foreign = [] { return false; },
-                   .stuck = [](const Awaited&, const std::string&) { return Error{}; }});
-  Lock lock(gate.mutex(), gate.meter());
-  gate.take_turns(lock);
-  ASSERT_TRUE(gate.failure());
-  EXPECT_EQ(gate.failure()->what, "by the test");
+  const std::vector<std::pair<std::function<void()>, std::string>> throws{
+      {[] { refuse("by the test"); }, "by the test"},
+      {[] { throw std::bad_alloc(); }, "could get no more memory"},
+      {[] { throw std::runtime_error("by something else"); }, "by something else"},
+      {[] { throw std::system_error(EAGAIN, std::generic_category()); }, "unavailable"},
+  };
+  for (const auto& [act, words] : throws) {
+    int told = 0;
+    Gate gate({.idle = [] {}});
+    gate.set_duties({.turn =
+                         [&run = act](int) {
+                           run();
+                           return false;
+                         },
+                     .runs_foreign = [] { return false; },
+                     .tell_failure =
+                         [&told] {
+                           if (++told == 1) throw std::bad_alloc();
+                         },
+                     .stuck = [](const Awaited&, const std::string&) { return Error{}; }});
+    Lock lock(gate.mutex(), gate.meter());
+    gate.take_turns(lock);
+    ASSERT_TRUE(gate.failure());
+    EXPECT_NE(gate.failure()->what.find(words), std::string::npos) << gate.failure()->what;
+    EXPECT_EQ(told, 2) << "others were not told again";
+  }
 }
 
 class Threads : public testing::Test {
