@@ -2,9 +2,11 @@
 
 #include <algorithm>
 #include <map>
+#include <string>
 #include <tuple>
 
 #include "memory/check.hpp"
+#include "memory/result.hpp"
 
 namespace strata {
 namespace {
@@ -91,7 +93,19 @@ void give_pages(Layout& layout, Chunk& chunk, std::uint32_t chunk_id) {
   }
 }
 
+// A page has a number of 32 bits. No element has more than 24 bytes, nor less than half a byte.
+void check_page_count(const Layout& layout) {
+  constexpr std::size_t kHalfPagesMax = std::size_t{1} << 26;
+  std::size_t elements = 0;
+  for (const Segment& segment : layout.segments) elements += segment.elements;
+  if (elements / 2 / layout.page_bytes < kHalfPagesMax) return;
+  refuse("the model has " + std::to_string(elements) + " elements, more than pages of " +
+         bytes_text(layout.page_bytes) +
+         " are counted for: give strata.wrap() a larger page_size=");
+}
+
 void cut(Layout& layout) {
+  check_page_count(layout);
   for (std::uint32_t id = 0; id < layout.segments.size(); ++id) {
     Segment& segment = layout.segments[id];
     const std::size_t full = segment.chunk_elements;

@@ -7,6 +7,7 @@
 #include <cstdlib>
 
 #include "configs.hpp"
+#include "memory/result.hpp"
 #include "seeds.hpp"
 
 namespace strata::layout_test {
@@ -35,6 +36,19 @@ TEST(Layout, PlacesDoNotDependOnThePageSize) {
       }
     }
   });
+}
+
+TEST(Layout, MorePagesThanThereAreNumbersAreRefused) {
+  Config config;
+  config.units = {"unit"};
+  config.groups = {Hyper{}};
+  config.params = {{.name = "large", .numel = std::size_t{1} << 44, .unit = UnitId{0}}};
+  try {
+    make_layout(config, kPageBytesMin);
+    ADD_FAILURE() << "was not refused";
+  } catch (const StrataError& error) {
+    EXPECT_NE(error.error().what.find("a larger page_size="), std::string::npos) << error.what();
+  }
 }
 
 TEST(Layout, NoTwoElementsShareAPlace) {
