@@ -374,6 +374,10 @@ PYBIND11_MODULE(_core, module) {
   bind_planner(module);
   module.def("device_error", &device_error, py::arg("device"), WithoutGil());
   module.def("device_description", &device_description, py::arg("device"), WithoutGil());
+  module.def(
+      "open_lock_file",
+      [](const std::string& folder) { return DirectoryLock::open_file(folder).release(); },
+      py::arg("folder"), WithoutGil());
   module.def("remove_leftovers", &DirectoryLock::clean, py::arg("folder"), WithoutGil());
   module.def("plan", [](const py::dict& dict) {
     const Config config = parse_config(dict);

@@ -42,6 +42,8 @@ from ._saved_pages import SavedPages as SavedPages
 from ._saved_pages import TakenSnapshot as TakenSnapshot
 from ._saved_pages import join_master as join_master
 from ._saved_pages import load_moments as load_moments
+from ._saved_pages import open_lock_file as open_lock_file
+from ._saved_pages import remove_leftovers as remove_leftovers
 from ._session_config import Config as Config
 from ._session_config import DtypeName as DtypeName
 from ._session_config import GroupSpec as GroupSpec
@@ -77,9 +79,6 @@ def device_error(device: str) -> str:
 def device_description(device: str) -> str:
     """Which one it is: "host", or "GPU 0 (NVIDIA H200, 0000:17:00.0), driver for CUDA 13.0".
     Raises StrataError where it cannot be used."""
-
-def remove_leftovers(folder: str) -> list[str]:
-    """Removes swap files of a killed process from an SSD folder that is not in use. Names them."""
 
 class UnitPlan(TypedDict):
     name: str

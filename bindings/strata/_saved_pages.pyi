@@ -1,5 +1,6 @@
 """Reading the pages of a snapshot (offload/storage/saved_pages.hpp), and what they hold as float32;
-and the hash by which bytes of files are known.
+the hash by which bytes of files are known, and who is in an SSD folder
+(offload/storage/directory_lock.hpp).
 For type checkers only: import these from _core.
 """
 
@@ -70,3 +71,10 @@ class Hasher:
         """Without the GIL. BufferError where the bytes are not in one piece."""
     def hexdigest(self) -> str:
         """Of all bytes so far: 16 digits, the highest first."""
+
+def open_lock_file(folder: str) -> int:
+    """A descriptor of the lock file of an SSD folder, which it makes where there is none. Raises
+    StrataError where something else has that name, or another user's file."""
+
+def remove_leftovers(folder: str) -> list[str]:
+    """Removes swap files of a killed process from an SSD folder that is not in use. Names them."""

@@ -5,6 +5,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <array>
 #include <cerrno>
 #include <chrono>
@@ -13,6 +14,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <fstream>
+#include <iterator>
 #include <sstream>
 #include <string_view>
 #include <thread>
@@ -77,6 +79,16 @@ bool was_here(const std::string& holder) {
   return same_boot || (host == host_name() && host != "unknown");
 }
 
+// Whether a session of some version wrote it.
+bool is_holder(const std::string& line) {
+  std::istringstream words(line);
+  std::vector<std::string> word{std::istream_iterator<std::string>(words), {}};
+  if (word.size() != 2 && word.size() != 4) return false;
+  const bool number = word[0].find_first_not_of("0123456789") == std::string::npos;
+  return number &&
+         (word[1] == "unknown" || (word[1].starts_with("pid:[") && word[1].ends_with("]")));
+}
+
 std::string read_all(int fd) {
   std::string text;
   std::array<char, 4096> block;
@@ -103,7 +115,51 @@ bool append(int fd, const std::string& line) {
                      .path = path});
 }
 
+// What stands by the name of the lock file is not one of ours: `why` goes on from its name.
+[[noreturn]] void refuse_file(const std::string& path, const std::string& why) {
+  refuse(path + " " + why + ": strata locks a folder by a file of that name. Move it away, or " +
+         "choose another ssd_path=");
+}
+
+// Throws where it is none of this user's, or has a text of somebody else's.
+void check_file(int fd, const std::string& path, bool made) {
+  struct stat status {};
+  if (fstat(fd, &status) != 0) fail("the lock file of an SSD path cannot be read", path, errno);
+  if (!S_ISREG(status.st_mode)) refuse_file(path, "is no plain file");
+  if (made) return;
+  std::array<char, 1024> head{};
+  const ssize_t length = pread(fd, head.data(), head.size(), 0);
+  const std::string holder =
+      first_line({head.data(), static_cast<std::size_t>(std::max<ssize_t>(length, 0))});
+  // Some file systems show other owners of files than those that made them.
+  if (status.st_uid != geteuid() && holder != this_process()) {
+    refuse_file(path, "belongs to user " + std::to_string(status.st_uid) +
+                          ", and this process to " + std::to_string(geteuid()));
+  }
+  if (!holder.empty() && !is_holder(holder)) refuse_file(path, "is a file of somebody else's");
+}
+
 }  // namespace
+
+Descriptor DirectoryLock::open_file(const std::string& folder) {
+  const std::string path = folder + "/strata.lock";
+  // Never waits for the other end of a pipe, nor follows a link.
+  constexpr int kFlags = O_RDWR | O_APPEND | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK;
+  while (true) {
+    Descriptor file(::open(path.c_str(), kFlags | O_CREAT | O_EXCL, 0600));
+    const bool made = file.open();
+    if (!made && errno != EEXIST) fail("the lock file of an SSD path cannot be made", path, errno);
+    if (!made) file = Descriptor(::open(path.c_str(), kFlags));
+    if (file.open()) {
+      check_file(file.get(), path, made);
+      return file;
+    }
+    if (errno == ENOENT || errno == EINTR) continue;  // its last holder has just removed it
+    if (errno == ELOOP) refuse_file(path, "is a link");
+    if (errno == EISDIR || errno == ENXIO) refuse_file(path, "is no plain file");
+    fail("the lock file of an SSD path cannot be opened", path, errno);
+  }
+}
 
 DirectoryLock::DirectoryLock(const std::string& folder)
     : folder_(folder), path_(folder + "/strata.lock") {
@@ -111,13 +167,13 @@ DirectoryLock::DirectoryLock(const std::string& folder)
     if (attempt == kAttempts) refuse_holder("");
     std::this_thread::sleep_for(kPause);
   }
-  STRATA_ASSERT(fd_ >= 0);
+  STRATA_ASSERT(file_.open());
 }
 
 DirectoryLock::~DirectoryLock() {
   // A child shares the lock with its parent: what it did to it would happen to both.
-  if (getpid() == owner_ && flock(fd_, LOCK_EX | LOCK_NB) == 0) unlink(path_.c_str());
-  close(fd_);
+  if (getpid() != owner_ || flock(file_.get(), LOCK_EX | LOCK_NB) != 0) return;
+  if (is_named()) unlink(path_.c_str());
 }
 
 std::string DirectoryLock::make_name() {
@@ -142,48 +198,49 @@ std::vector<std::string> DirectoryLock::clean(const std::string& folder) {
 
 void DirectoryLock::list(const std::string& file_name) {
   STRATA_ASSERT(is_made_name(file_name));
-  if (!append(fd_, file_name)) fail("the lock file of an SSD path cannot be written", path_, errno);
+  if (!append(file_.get(), file_name))
+    fail("the lock file of an SSD path cannot be written", path_, errno);
 }
 
-// Leaves fd_ open only when the lock is held.
+// Leaves file_ open only when the lock is held.
 DirectoryLock::Attempt DirectoryLock::try_lock() {
-  fd_ = open(path_.c_str(), O_RDWR | O_CREAT | O_APPEND | O_CLOEXEC, 0644);
-  if (fd_ < 0) fail("the lock file of an SSD path cannot be made", path_, errno);
-
+  file_ = open_file(folder_);
   Attempt attempt = Attempt::again;
-  try {
-    if (flock(fd_, LOCK_EX | LOCK_NB) == 0) {
-      attempt = take_over();
-    } else if (errno != EWOULDBLOCK && errno != EINTR) {
-      fail("an SSD path is on a filesystem without locks", path_, errno);
-    } else if (flock(fd_, LOCK_SH | LOCK_NB) == 0) {
-      attempt = join();
-    }
-  } catch (...) {
-    close(fd_);
-    throw;
+  if (flock(file_.get(), LOCK_EX | LOCK_NB) == 0) {
+    attempt = take_over();
+  } else if (errno != EWOULDBLOCK && errno != EINTR) {
+    fail("an SSD path is on a filesystem without locks", path_, errno);
+  } else if (flock(file_.get(), LOCK_SH | LOCK_NB) == 0) {
+    attempt = join();
   }
-  if (attempt == Attempt::again) close(fd_);
+  if (attempt == Attempt::again) file_ = Descriptor();
   return attempt;
+}
+
+// Its name may meanwhile stand for another file, or none: the last holder removes it.
+bool DirectoryLock::is_named() const {
+  struct stat ours {};
+  struct stat named {};
+  return fstat(file_.get(), &ours) == 0 && lstat(path_.c_str(), &named) == 0 &&
+         ours.st_ino == named.st_ino && ours.st_dev == named.st_dev;
 }
 
 // We are alone: whoever is named in the file is dead.
 DirectoryLock::Attempt DirectoryLock::take_over() {
-  STRATA_ASSERT(fd_ >= 0);
-  // 1. The name may meanwhile stand for another file, or none: the last holder removed this one.
-  struct stat ours {};
-  struct stat named {};
-  if (fstat(fd_, &ours) != 0 || stat(path_.c_str(), &named) != 0) return Attempt::again;
-  if (ours.st_ino != named.st_ino || ours.st_dev != named.st_dev) return Attempt::again;
+  STRATA_ASSERT(file_.open());
+  // 1. It is the one that others find.
+  if (!is_named()) return Attempt::again;
 
   // 2. Remove what the dead holder left.
-  remove_files_of(read_all(fd_));
+  remove_files_of(read_all(file_.get()));
 
   // 3. Write who we are, and let other sessions of this process in.
-  if (ftruncate(fd_, 0) != 0 || !append(fd_, this_process())) {
-    fail("the lock file of an SSD path cannot be written", path_, errno);
+  if (ftruncate(file_.get(), 0) != 0 || !append(file_.get(), this_process())) {
+    const int failed = errno;
+    static_cast<void>(ftruncate(file_.get(), 0));  // half a line would be nobody's
+    fail("the lock file of an SSD path cannot be written", path_, failed);
   }
-  return flock(fd_, LOCK_SH | LOCK_NB) == 0 ? Attempt::held : Attempt::again;
+  return flock(file_.get(), LOCK_SH | LOCK_NB) == 0 ? Attempt::held : Attempt::again;
 }
 
 void DirectoryLock::remove_files_of(const std::string& holder_and_files) {
@@ -210,8 +267,8 @@ void DirectoryLock::remove_files_of(const std::string& holder_and_files) {
 
 // Somebody shares the lock: a session of this process, or another process.
 DirectoryLock::Attempt DirectoryLock::join() {
-  STRATA_ASSERT(fd_ >= 0);
-  const std::string holder = first_line(read_all(fd_));
+  STRATA_ASSERT(file_.open());
+  const std::string holder = first_line(read_all(file_.get()));
   if (holder == this_process()) return Attempt::held;
   // Not all of a new holder's identity may be there yet; a dead one's lock is about to end.
   const pid_t pid = static_cast<pid_t>(std::atoi(holder.c_str()));

@@ -7,6 +7,11 @@
 // is the name of a file in the folder that belongs to the holder. Older ones have no host and boot
 // id.
 //
+// Note [Whose file it is]. Anybody may have put something else by that name into a folder: a link,
+// a device, a file of another user, or one with a text of its own. Such a thing is refused by its
+// name, and neither emptied nor removed. The lock file itself is for its user alone (mode 0600): by
+// a descriptor to read it any other user could hold the lock.
+//
 // Note [Who is dead]. Whoever does not have the lock any more, on this machine: it ends with its
 // process, and its number, which another process may have by now, says nothing. Some file systems
 // do not show a lock to other machines. So files are removed only where host or boot id are ours.
@@ -23,6 +28,8 @@
 #include <string>
 #include <vector>
 
+#include "memory/descriptor.hpp"
+
 namespace strata {
 
 class DirectoryLock final {
@@ -34,6 +41,10 @@ class DirectoryLock final {
   ~DirectoryLock();
   DirectoryLock(const DirectoryLock&) = delete;
   DirectoryLock& operator=(const DirectoryLock&) = delete;
+
+  // Opens the lock file of a folder, or makes it. Throws StrataError (config) where that is not a
+  // lock file of this user's.
+  static Descriptor open_file(const std::string& folder);
 
   // A name for a file that no other file has: "strata-<16 hex digits>.pages".
   static std::string make_name();
@@ -48,6 +59,7 @@ class DirectoryLock final {
 
  private:
   enum class Attempt { held, again };
+  bool is_named() const;
   Attempt try_lock();
   Attempt take_over();
   void remove_files_of(const std::string& holder_and_files);
@@ -57,7 +69,7 @@ class DirectoryLock final {
   std::string folder_;
   std::string path_;
   std::vector<std::string> removed_;
-  int fd_ = -1;
+  Descriptor file_;
   pid_t owner_ = getpid();
 };
 

@@ -3,6 +3,10 @@
 #include <sys/stat.h>
 
 #include <fstream>
+#include <functional>
+#include <iterator>
+#include <map>
+#include <string>
 
 #include "offload/storage/directory_lock.hpp"
 #include "store_folders.hpp"
@@ -180,13 +184,88 @@ TEST(StoreLeftoversTest, ALockFileNamesOurFilesOnly) {
   }
   std::ofstream(folder.path() + "/ssd/" + made) << "x";
   std::ofstream(folder.path() + "/ssd/strata.lock")
-      << "999999999 nobody\n../precious\nletter.pages\nstrata-final.pages\n"
+      << "999999999 pid:[1]\n../precious\nletter.pages\nstrata-final.pages\n"
       << made << "\n";
   make_store(folder_options({folder.path() + "/ssd"}));
   EXPECT_TRUE(fs::exists(folder.path() + "/precious"));
   EXPECT_TRUE(fs::exists(folder.path() + "/ssd/letter.pages"));
   EXPECT_TRUE(fs::exists(folder.path() + "/ssd/strata-final.pages"));
   EXPECT_FALSE(fs::exists(folder.path() + "/ssd/" + made));
+}
+
+std::string text_in(const fs::path& path) {
+  std::ifstream file(path);
+  return {std::istreambuf_iterator<char>(file), {}};
+}
+
+// What stands by the name of the lock file, and is none of ours: it stays as it is.
+TEST(StoreLeftoversTest, WhatIsNoLockFileIsRefusedAndStays) {
+  TempFolder root;
+  const std::string precious = root.path() + "/precious";
+  const std::map<std::string, std::function<void(const std::string&)>> makes{
+      {"is a link", [&](const std::string& at) { fs::create_symlink(precious, at); }},
+      {"is a link ", [](const std::string& at) { fs::create_symlink("nowhere", at); }},
+      {"is no plain file", [](const std::string& at) { fs::create_directory(at); }},
+      {"is no plain file ", [](const std::string& at) { mkfifo(at.c_str(), 0600); }},
+      {"is a file of somebody else's", [](const std::string& at) { std::ofstream(at) << "dear"; }},
+      {"is a file of somebody else's ",
+       [](const std::string& at) { std::ofstream(at) << "12 apples\nstrata\n"; }},
+  };
+  for (const auto& [why, make] : makes) {
+    TempFolder folder;
+    std::ofstream(precious) << "precious";
+    const fs::path lock = folder.path() + "/strata.lock";
+    make(lock);
+    const std::string before = fs::is_regular_file(lock) ? text_in(lock) : "";
+    const Error error = refusal(folder_options({folder.path()}));
+    EXPECT_EQ(error.fault, Fault::config);
+    const std::string words = lock.string() + " " + why.substr(0, why.find_last_not_of(' ') + 1);
+    EXPECT_TRUE(mentions(error, words)) << error.text();
+    EXPECT_TRUE(mentions(error, "Move it away")) << error.text();
+    EXPECT_TRUE(DirectoryLock::clean(folder.path()).empty());
+    EXPECT_EQ(text_in(precious), "precious");
+    EXPECT_FALSE(fs::exists(folder.path() + "/nowhere"));
+    EXPECT_TRUE(fs::exists(fs::symlink_status(lock)));
+    if (fs::is_regular_file(lock)) {
+      EXPECT_EQ(text_in(lock), before);
+    }
+  }
+}
+
+TEST(StoreLeftoversTest, ALockFileOfAnotherUserIsRefused) {
+  if (geteuid() != 0) GTEST_SKIP() << "only root gives files away";
+  TempFolder folder;
+  const std::string lock = folder.path() + "/strata.lock";
+  std::ofstream(lock) << "999999999 pid:[1]\n";
+  ASSERT_EQ(chown(lock.c_str(), 4321, 4321), 0);
+  const Error error = refusal(folder_options({folder.path()}));
+  EXPECT_TRUE(mentions(error, "belongs to user 4321")) << error.text();
+  EXPECT_EQ(text_in(lock), "999999999 pid:[1]\n");
+}
+
+TEST(StoreLeftoversTest, ALockFileIsItsUsersAlone) {
+  TempFolder folder;
+  for (const bool empty : {false, true}) {
+    const std::string lock = folder.path() + "/strata.lock";
+    if (empty) std::ofstream{lock};  // of a process that was killed while it began
+    const auto store = make_store(folder_options({folder.path()}));
+    EXPECT_EQ(text_in(lock).substr(0, text_in(lock).find(' ')), std::to_string(getpid()));
+    if (!empty) {
+      EXPECT_EQ(fs::status(lock).permissions(), fs::perms::owner_read | fs::perms::owner_write);
+    }
+  }
+  EXPECT_TRUE(fs::is_empty(folder.path()));
+}
+
+// Somebody has put a file of his own in its place meanwhile.
+TEST(StoreLeftoversTest, OnlyTheLockFileItselfIsRemoved) {
+  TempFolder folder;
+  auto store = make_store(folder_options({folder.path()}));
+  const std::string lock = folder.path() + "/strata.lock";
+  fs::remove(lock);
+  std::ofstream(lock) << "dear";
+  store.reset();
+  EXPECT_EQ(text_in(lock), "dear");
 }
 
 }  // namespace

@@ -79,7 +79,7 @@ TEST(Strangers, LockFilesRemoveNothingButFilesThatWeNamed) {
     std::mt19937_64 random(seed);
     std::ofstream(drive + "/" + kMade) << "x";
     std::ofstream(drive + "/strata.lock", std::ios::binary)
-        << mutated(std::string("999999999 nobody\n") + kMade + "\n", random);
+        << mutated(std::string("999999999 pid:[1]\n") + kMade + "\n", random);
     try {
       const DirectoryLock lock(drive);
       removed += lock.removed().empty() ? 0 : 1;

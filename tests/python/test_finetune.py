@@ -126,7 +126,7 @@ def test_what_killed_processes_left_goes_before_free_space_is_looked_at(
 ) -> None:
     disk = place / "disk"
     (disk / "strata-0123456789abcdef.pages").write_bytes(b"x" * 4096)
-    (disk / "strata.lock").write_text("999999999 nobody\nstrata-0123456789abcdef.pages\n")
+    (disk / "strata.lock").write_text("999999999 pid:[1]\nstrata-0123456789abcdef.pages\n")
     seen: list[list[str]] = []
 
     def free(_: object) -> int:

@@ -118,13 +118,27 @@ def test_the_next_run_removes_what_killed_ranks_left(
     kill(begin(ranks, 3, tmp_path))
     left = tmp_path / "rank-2" / f"strata-{7:016x}.pages"  # as where files need names
     left.write_text("pages")
-    left.with_name("strata.lock").write_text(f"999999999 nobody\n{left.name}\n")
+    left.with_name("strata.lock").write_text(f"999999999 pid:[1]\n{left.name}\n")
     run = begin(ranks, other, tmp_path)
     own = {"rank-0", "rank-1"} if other == 2 else set()
     assert names(tmp_path) == {"strata.lock", *own}
     kill(run)
     works(once(ranks, 1, tmp_path))
     assert names(tmp_path) == set()
+
+
+def test_what_is_no_lock_file_is_refused_and_stays(ranks: Ranks, tmp_path: Path) -> None:
+    letter, lock = tmp_path / "letter", tmp_path / "ssd" / "strata.lock"
+    letter.write_text("dear")
+    lock.parent.mkdir()
+    for link in (True, False):
+        lock.symlink_to(letter) if link else lock.write_text("dear")
+        why = "is a link" if link else "is a file of somebody else's"
+        for outcome in once(ranks, 2, lock.parent):
+            assert outcome.code == 1, outcome.output
+            assert f"{lock} {why}" in outcome.output.splitlines()[-1], outcome.output
+        assert lock.read_text() == letter.read_text() == "dear"
+        lock.unlink()
 
 
 def test_other_files_there_stay(ranks: Ranks, tmp_path: Path) -> None:

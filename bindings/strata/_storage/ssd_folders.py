@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .._config.machine import boot_id, pid_namespace
+from .._core import open_lock_file
 from .._core import remove_leftovers as remove_leftovers_in
 from .._errors import StrataError
 
@@ -56,8 +57,9 @@ def remove_leftovers(paths: Iterable[str | os.PathLike[str]]) -> None:
         _remove_files(path)
         if not list(rank_folders(path)):
             continue
-        with contextlib.suppress(OSError):  # not ours to write to: a session there would say so
-            file = _open(path)
+        # Where it is not ours to write to, a session there would say so.
+        with contextlib.suppress(OSError, StrataError):
+            file = open_lock_file(os.fspath(path))
             try:
                 if _lock(file, fcntl.LOCK_EX) and _is_named(file, path):
                     _remove_rank_folders(path)
@@ -91,7 +93,8 @@ class Claim:
         has the same lock, nor the second time."""
         held, self._held = self._held, []
         for file, folder in held:
-            if os.getpid() == self._owner and _lock(file, fcntl.LOCK_EX):
+            alone = os.getpid() == self._owner and _lock(file, fcntl.LOCK_EX)
+            if alone and _is_named(file, folder):
                 with contextlib.suppress(OSError):
                     os.unlink(folder / LOCK_NAME)
             os.close(file)
@@ -111,7 +114,8 @@ class Claim:
 
     def _try(self, folder: Path, ranks: Ranks) -> bool:
         """Whether the lock is held. Raises StrataError where another run holds it."""
-        file, line = _open(folder), f"{RUN}{ranks.run} {_process(os.getpid())}\n"
+        file = open_lock_file(os.fspath(folder))
+        line = f"{RUN}{ranks.run} {_process(os.getpid())}\n"
         try:
             # 1. Alone: whoever was here is dead.
             if _lock(file, fcntl.LOCK_EX) and _is_named(file, folder):
@@ -191,11 +195,6 @@ def _holders(text: str) -> list[_Holder]:
     return [_Holder(process, tuple(its)) for process, its in named.items()]
 
 
-def _open(folder: Path) -> int:
-    flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
-    return os.open(folder / LOCK_NAME, flags, 0o644)
-
-
 def _lock(file: int, how: int) -> bool:
     """At once, or not at all; another lock that the file had is gone then."""
     try:
@@ -208,7 +207,7 @@ def _lock(file: int, how: int) -> bool:
 def _is_named(file: int, folder: Path) -> bool:
     """Whether its name still stands for it: the last holder removes it."""
     try:
-        return os.path.samestat(os.fstat(file), os.stat(folder / LOCK_NAME))
+        return os.path.samestat(os.fstat(file), os.lstat(folder / LOCK_NAME))
     except FileNotFoundError:
         return False
 
