@@ -1,16 +1,20 @@
 """A checkpoint folder is whole or absent, whatever happens to the process that writes it."""
 
+import contextlib
 import json
 import logging
 import os
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 from killed import survives
 from strata._config import machine
 from strata._storage import checkpoint_files as files
 from strata._storage import replacing
+from strata._storage.saved_file import stream_file
 
 PIECES = 3
 PIECE_BYTES = 1000
@@ -121,6 +125,26 @@ def test_only_what_carries_our_mark_is_removed(tmp_path: Path) -> None:
     put(path, 2)
     assert {p.name for p in tmp_path.iterdir()} == {"run", *mine}
     assert all(get(tmp_path / name) == 7 for name in mine)
+
+
+def test_no_link_is_followed_to_write(tmp_path: Path) -> None:
+    """Whatever somebody has put by the names of files that are written first, and of the last."""
+    letter = tmp_path / "letter"
+    letter.write_text("dear")
+    writes: dict[str, Callable[[Path], None]] = {
+        "whole": lambda path: replacing.write_whole(path, "{}"),
+        "tensors": lambda path: stream_file({"x": torch.ones(2)}, path),
+        "state": lambda path: files.TensorWriter(path).__exit__(None, None, None),
+    }
+    for name, write in writes.items():
+        folder = tmp_path / name
+        folder.mkdir()
+        path = folder / "file"
+        for link in ("file", "file.tmp", f"file.{os.getpid()}", ".file.part"):
+            (folder / link).symlink_to(letter)
+        with contextlib.suppress(FileExistsError):
+            write(path)
+        assert letter.read_text() == "dear", name
 
 
 def leftover(path: Path, change: dict[str, str], generation: int = 7) -> Path:

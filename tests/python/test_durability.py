@@ -46,14 +46,14 @@ def lose_a_write(case: Case) -> threading.Event:
     return session.may_fail
 
 
-def fail_once(monkeypatch: pytest.MonkeyPatch, ends: str) -> list[str]:
-    """The first fsync of a path that ends so. Returns those that failed."""
+def fail_once(monkeypatch: pytest.MonkeyPatch, ends: str, has: str = "") -> list[str]:
+    """The first fsync of a path that ends so, and has that. Returns those that failed."""
     failed: list[str] = []
     sync = os.fsync
 
     def fsync(descriptor: int) -> None:
         path = os.readlink(f"/proc/self/fd/{descriptor}")
-        if not failed and path.endswith(ends):
+        if not failed and path.endswith(ends) and has in path:
             failed.append(path)
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         sync(descriptor)
@@ -150,7 +150,7 @@ def test_a_manifest_that_is_not_durable_is_the_only_loss(
     case.train(1)
     first = strata.snapshot(case.model, tmp_path / "run").wait()
     case.train(1)
-    failed = fail_once(monkeypatch, "/manifest.json.tmp")
+    failed = fail_once(monkeypatch, ".tmp", "/manifest.json.")
     with pytest.raises(OSError, match="Input/output error"):
         strata.snapshot(case.model, tmp_path / "run").wait()
     assert failed

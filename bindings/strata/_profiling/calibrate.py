@@ -26,6 +26,7 @@ import hashlib
 import json
 import logging
 import os
+import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -254,10 +255,11 @@ def _save(file: Path, key: dict[str, Any], found: Calibration) -> None:
         del costs[name]
     fields = {f.name: getattr(found, f.name) for f in dataclasses.fields(found)} | {"costs": costs}
     text = json.dumps({"key": key, "calibration": fields}, indent=2)
-    partial = file.with_suffix(f".{os.getpid()}")
+    partial = file.with_suffix(f".{secrets.token_hex(4)}")  # that nobody else can have
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(text + "\n")
+        with open(partial, "x") as opened:
+            opened.write(text + "\n")
         partial.replace(file)
     except OSError as error:
         log.info("the calibration is not remembered: %s", error)

@@ -74,9 +74,9 @@ class TensorWriter:
     """Writes state.bin front to back and syncs it to the disk on leaving."""
 
     def __init__(self, path: Path) -> None:
-        """Creates `path`."""
+        """Creates `path`. Raises OSError where it is there: it may be a link of another's."""
         self.bytes = 0
-        self._file: BinaryIO = open(path, "wb", buffering=0)  # noqa: SIM115 (closed in __exit__)
+        self._file: BinaryIO = open(path, "xb", buffering=0)  # noqa: SIM115 (closed in __exit__)
 
     def __enter__(self) -> Self:
         """Nothing more to do."""

@@ -26,6 +26,7 @@ import json
 import logging
 import os
 import re
+import secrets
 import shutil
 import socket
 import tempfile
@@ -38,6 +39,7 @@ from .._config.sizes import format_size
 
 MARKER_NAME = "strata-work.json"
 PREFIX_END = ".strata-"
+HALF_END = ".tmp"  # of a file that is being written
 UNMARKED = re.compile(r"[a-z0-9_]{8}")  # as tempfile ends names
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 ATTEMPTS = 10  # to have a folder that nobody takes away before it is marked
@@ -181,16 +183,22 @@ def write_text(path: Path, text: str) -> None:
         path.write_bytes(content)
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Writes a file. Killed at any moment, there is the old one or the whole new one."""
-    temporary = path.with_name(f"{path.name}.tmp")
-    try:
-        write_text(temporary, text)
-        sync(temporary)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    os.replace(temporary, path)
+def write_whole(path: Path, text: str, durable: bool = True) -> None:
+    """Writes a file. Killed at any moment, there is the old one or the whole new one. `durable`:
+    what was written is on the disk then. What comes before has a name that nobody else can have:
+    no link is followed, and no file of the user's is emptied."""
+    temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}{HALF_END}")
+    content = text.encode()
+    with writing(path, len(content)), open(temporary, "xb") as file:
+        try:
+            file.write(content)
+            file.flush()
+            if durable:
+                sync(temporary)
+            os.replace(temporary, path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
 
 
 def make_newest(path: Path, others: Iterable[Path]) -> None:

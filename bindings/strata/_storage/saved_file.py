@@ -58,7 +58,8 @@ def stream_file(
     path = Path(filename)
     part = path.with_name(f".{path.name}.part")
     try:
-        with part.open("wb", buffering=_BUFFER_BYTES) as file:
+        part.unlink(missing_ok=True)  # of a process that was killed; were it a link, not followed
+        with part.open("xb", buffering=_BUFFER_BYTES) as file:
             file.write(header(tensors, names, metadata))
             for name in names:
                 plain = tensors[name].detach().to("cpu", copy=True)

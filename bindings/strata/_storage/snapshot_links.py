@@ -20,7 +20,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from .replacing import make_folder, sync, write_whole
+from .replacing import HALF_END, make_folder, sync, write_whole
 from .snapshot_files import ID, LINKS, id_at, is_path
 
 OWNER_MARK = "links of a snapshot"
@@ -138,7 +138,7 @@ def complete_on(drive: Path) -> dict[str, Path]:
 
 def remove_halves(drive: Path) -> None:
     """Of owners that were being written. REQUIRES: as pending_on()."""
-    for half in (drive / LINKS).glob("*.json.tmp"):
+    for half in (drive / LINKS).glob(f"*.json*{HALF_END}"):
         identity = half.name.split(".")[0]
         if ID.fullmatch(identity) and identity not in _under_way:
             half.unlink(missing_ok=True)

@@ -52,7 +52,7 @@ def copy_pages(
     holes between. `first`: the number of the first file. Returns the files' names. Memory used: one
     page."""
     names = [f"pages-{first + i}.bin" for i in range(drives)]
-    targets = [os.open(folder / n, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600) for n in names]
+    targets = [os.open(folder / n, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600) for n in names]
     page = page_memory(page_bytes)
     held = sorted(slots)
     rows = held[-1][0] // drives + 1 if held else 1

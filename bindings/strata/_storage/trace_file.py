@@ -27,7 +27,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -38,7 +37,7 @@ from .. import _core
 from .._config import device, machine
 from .._config.paths import AnyPath, as_path
 from .._runtime.wrapped import wrapped
-from .replacing import write_text
+from .replacing import write_whole
 
 if TYPE_CHECKING:
     from .._core import Trace
@@ -93,13 +92,7 @@ def save(path: AnyPath, trace: Trace, origin: Origin | None = None) -> None:
         lines.append(
             f'{json.dumps(name)}: {{"fields": {json.dumps(list(fields))}, "rows": [\n  {table}]}}'
         )
-    target = as_path(path)
-    partial = target.with_name(f"{target.name}.{os.getpid()}")
-    try:
-        write_text(partial, "{" + ",\n".join(lines) + "}\n")
-        partial.replace(target)
-    finally:
-        partial.unlink(missing_ok=True)
+    write_whole(as_path(path), "{" + ",\n".join(lines) + "}\n", durable=False)
 
 
 def save_trace(model: nn.Module, path: AnyPath) -> None:
