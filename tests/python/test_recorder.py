@@ -168,6 +168,17 @@ def test_a_users_profiler_is_left_alone() -> None:
         assert not recorder.take().measured
 
 
+def test_states_of_generators_are_not_the_devices() -> None:
+    """As thousands of checkpoints keep them."""
+    curve = MemoryCurve.start()
+    assert curve is not None
+    states = [torch.get_rng_state() for _ in range(10)]
+    kept = torch.empty(1000)
+    curve.stop()
+    assert curve.held == kept.nbytes
+    del states
+
+
 # Tensors of many sizes, of which few live at a time, in a process whose heap has seen nothing else.
 MANY_SIZES = """
 from time import perf_counter

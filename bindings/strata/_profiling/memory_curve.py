@@ -20,6 +20,10 @@ logs a warning to stderr: the first time, and every thousandth. Such tensors are
 batch and the loss of the step before), so warnings of PyTorch's C++ log are off while a curve
 records. What torch warns of in Python takes another way, and is heard.
 
+Note [States of generators]. Each torch.utils.checkpoint keeps the state of the CPU's generator:
+5 KB in host memory, whatever the device. On the host these would count as the device's, and a layer
+behind a thousand checkpoints would not fit. So allocations of exactly that size are left out.
+
 Note [Left callbacks]. The profiler sees operations by a callback of the thread. Where its notes are
 taken before its end, it forgets that the callback is its own and leaves it there: each recording
 would make every later operation slower, and note it once more in the next one. So all callbacks of
@@ -185,7 +189,15 @@ def _changes() -> list[int]:
     if len(changes) > 1:  # of several threads; the order of each stays
         first = events[0]
         changes.sort(key=first.cpu_elapsed_us)
-    return [change.cpu_memory_usage() for change in changes]
+    sizes = [change.cpu_memory_usage() for change in changes]
+    state = _state_bytes()
+    return [size for size in sizes if abs(size) != state]
+
+
+@functools.cache
+def _state_bytes() -> int:
+    """See Note [States of generators]."""
+    return torch.default_generator.get_state().nbytes
 
 
 @functools.cache
