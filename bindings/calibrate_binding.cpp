@@ -2,6 +2,7 @@
 // the GIL, so that several can run at once.
 #include <optional>
 
+#include "bindings/foreign_call.hpp"
 #include "bindings/parse.hpp"
 #include "engine/calibrate.hpp"
 #include "engine/devices.hpp"
@@ -56,7 +57,7 @@ py::tuple run_ways(Probe& probe, const std::string& ways, double seconds) {
 }  // namespace
 
 void bind_calibration(py::module_& module) {
-  py::class_<SsdProbe>(module, "SsdProbe")
+  py::class_<SsdProbe, Threaded<SsdProbe>>(module, "SsdProbe")
       .def(
           py::init([](const std::vector<std::string>& paths, std::size_t page_bytes,
                       const std::string& io_engine, std::uint64_t file_bytes, std::uint32_t depth) {
@@ -64,20 +65,19 @@ void bind_calibration(py::module_& module) {
             if (depth == 1 || depth > kDepthMax) throw py::value_error("a probe of such a depth");
             if (paths.empty()) throw py::value_error("a probe of no folder");
             const py::gil_scoped_release release;
-            return std::make_unique<SsdProbe>(SsdProbeOptions{paths, page_bytes, file_bytes, depth},
-                                              io_engine);
+            return make_threaded<SsdProbe>(SsdProbeOptions{paths, page_bytes, file_bytes, depth},
+                                           io_engine);
           }),
           py::arg("paths"), py::arg("page_bytes"), py::arg("io_engine"), py::arg("file_bytes"),
           py::arg("depth") = 0)
       .def("run", &run_ways<SsdProbe>, py::arg("ways"), py::arg("seconds"))
       .def_property_readonly("io_engine", &SsdProbe::engine_name)
       .def_property_readonly("depth", &SsdProbe::depth);
-  py::class_<CopyProbe>(module, "CopyProbe")
+  py::class_<CopyProbe, Threaded<CopyProbe>>(module, "CopyProbe")
       .def(py::init([](std::size_t page_bytes, std::size_t bytes, const std::string& device) {
              check_probe(page_bytes, bytes);
              const py::gil_scoped_release release;
-             return std::make_unique<CopyProbe>(open_bare_device(device, nullptr), page_bytes,
-                                                bytes);
+             return make_threaded<CopyProbe>(open_bare_device(device, nullptr), page_bytes, bytes);
            }),
            py::arg("page_bytes"), py::arg("bytes"), py::arg("device"))
       .def("run", &run_ways<CopyProbe>, py::arg("ways"), py::arg("seconds"))
@@ -94,7 +94,7 @@ void bind_calibration(py::module_& module) {
           py::arg("stored"), py::arg("dtype"), py::arg("seconds"))
       .def("transfer_seconds", &CopyProbe::transfer_seconds,
            py::call_guard<py::gil_scoped_release>());
-  py::class_<UpdateProbe>(module, "UpdateProbe")
+  py::class_<UpdateProbe, Threaded<UpdateProbe>>(module, "UpdateProbe")
       .def(py::init([](int workers, const std::string& dtype, std::size_t page_bytes,
                        std::size_t bytes, std::optional<int> beside) {
              const Dtype parsed = parse_dtype(dtype);
@@ -104,7 +104,7 @@ void bind_calibration(py::module_& module) {
              if (beside) {
                placement = choose_placement(read_topology(), allowed_cpus(), *beside, workers);
              }
-             return std::make_unique<UpdateProbe>(
+             return make_threaded<UpdateProbe>(
                  UpdateProbeOptions{workers, parsed, page_bytes, bytes, placement});
            }),
            py::arg("workers"), py::arg("dtype"), py::arg("page_bytes"), py::arg("bytes"),

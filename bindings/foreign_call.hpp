@@ -16,6 +16,7 @@
 
 #include <functional>
 #include <memory>
+#include <utility>
 
 #include "bindings/lent_memory.hpp"
 #include "bindings/python.hpp"
@@ -32,8 +33,9 @@ std::function<void()> foreign_notice(py::handle callable);
 // From the interpreter's exit on, calls fail. Call once, when the module is made.
 void shut_door_at_exit();
 
-// Ends a session that Python forgets without closing it. A forked child only forgets it: the
-// threads that it would wait for are the parent's, and so are the files.
+// Ends an object with threads of its own that Python forgets: a session, files that are read. A
+// forked child only forgets it: the threads that it would wait for are the parent's, and so are the
+// files.
 struct DeleteWithoutGil {
   pid_t owner = getpid();
 
@@ -44,5 +46,12 @@ struct DeleteWithoutGil {
     delete object;
   }
 };
+template <class T>
+using Threaded = std::unique_ptr<T, DeleteWithoutGil>;
+
+template <class T, class... Args>
+Threaded<T> make_threaded(Args&&... args) {
+  return Threaded<T>(new T(std::forward<Args>(args)...));
+}
 
 }  // namespace strata

@@ -123,7 +123,7 @@ SessionHolder make_session(const py::dict& dict, const py::object& foreign, cons
     }
   }
   const GilReleased released;
-  return SessionHolder(new Session(config, std::move(parts)));
+  return make_threaded<Session>(config, std::move(parts));
 }
 
 void bind_activations(SessionClass& session) {

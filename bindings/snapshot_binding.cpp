@@ -279,7 +279,7 @@ void bind_saved_pages(py::module_& module) {
                }),
            py::arg("folders"), py::arg("names"), WithoutGil())
       .def("identities", &identities);
-  py::class_<SavedPages>(module, "SavedPages")
+  py::class_<SavedPages, Threaded<SavedPages>>(module, "SavedPages")
       .def(py::init([](const std::vector<std::string>& paths, const std::vector<std::string>& names,
                        std::size_t page_bytes, const Slots& slots, const std::string& io_engine) {
              if (page_bytes < kPageBytesMin || page_bytes > kPageBytesMax ||
@@ -288,8 +288,8 @@ void bind_saved_pages(py::module_& module) {
              }
              const py::gil_scoped_release release;
              PageFiles files = open_page_files(paths, names, Existing::to_read);
-             return std::make_unique<SavedPages>(SavedFiles{std::move(files), saved_slots(slots)},
-                                                 page_bytes, io_engine);
+             return make_threaded<SavedPages>(SavedFiles{std::move(files), saved_slots(slots)},
+                                              page_bytes, io_engine);
            }),
            py::arg("paths"), py::arg("names"), py::arg("page_bytes"), py::arg("slots"),
            py::arg("io_engine") = "auto")

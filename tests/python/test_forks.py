@@ -1,6 +1,7 @@
 """A forked child that uses the model is stopped at once, and one that carries it ends cleanly."""
 
 import copy
+import gc
 import io
 import os
 import select
@@ -15,7 +16,11 @@ import strata
 import torch
 from small_models import build, tight
 from stacks import Blocks, steps
+from strata import _core
 from strata._runtime.wrapped import wrapped
+from strata._storage.checkpoint_files import read_manifest
+from strata._storage.snapshot_pages import page_paths, slots_of
+from strata._storage.snapshot_series import snapshots_of
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -142,3 +147,31 @@ def test_workers_may_carry_the_model(core: ModuleType) -> None:
         run.model(batch).sum().backward()
         run.optimizer.step()
         run.optimizer.zero_grad()
+
+
+def made_with_threads(tmp_path: Path) -> list[Any]:
+    """Objects of the core with threads of their own, by "threads" with those of an I/O engine."""
+    memory = {"device": "64KiB", "host": "1MiB", "ssd": "8MiB"}
+    options = {"memory": memory, "page_size": "64KiB", "ssd_path": tmp_path}
+    model, _ = tight(build(lambda: Blocks(2)), **options)
+    strata.snapshot(model, tmp_path / "snapshots").wait()
+    (folder,) = snapshots_of(tmp_path / "snapshots")
+    manifest = read_manifest(folder)
+    paths = page_paths(manifest, folder)
+    pages = _core.SavedPages(
+        ["/"] * len(paths), paths, manifest["page_bytes"], slots_of(manifest), "threads"
+    )
+    probe = _core.SsdProbe([str(tmp_path)], 1 << 16, "threads", 1 << 18)
+    return [pages, probe, _core.UpdateProbe(1, "bfloat16", 1 << 16, 1 << 18)]
+
+
+def test_a_child_forgets_what_has_threads(tmp_path: Path) -> None:
+    """They are the parent's: a child that ends them waits for ever."""
+    made = made_with_threads(tmp_path)
+
+    def drop() -> str:
+        made.clear()
+        gc.collect()
+        return "dropped"
+
+    assert in_child(drop) == "dropped"
