@@ -1,5 +1,6 @@
 """Everybody's ways of saving a model, over wrapped ones: the same files, a tensor at a time."""
 
+import copy
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 import strata
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save, save_file
 from small_models import build, gpt2, llama, tight
 from strata._storage.saved_file import stream_file
 from torch import nn
@@ -44,6 +45,22 @@ def test_save_pretrained_writes_the_files_of_the_plain_model(
     model, _ = tight(build(make))
     model.save_pretrained(tmp_path / "wrapped", max_shard_size=shard)
     assert same_files(tmp_path / "plain", tmp_path / "wrapped")
+
+
+def test_bytes_are_those_of_a_file(core: ModuleType) -> None:
+    """Others than parameters, which lie in pages too: views, gradients, optimizer state."""
+    plain, own = nn.Linear(8, 8), torch.ones(3)
+    model, optimizer = tight(copy.deepcopy(plain))
+    assert save({"own": own, **model.state_dict()}) == save({"own": own, **plain.state_dict()})
+    model(torch.ones(2, 8)).sum().backward()
+    weight = model.weight
+    rows, grad = weight.detach()[2:4], weight.grad
+    assert rows is not None
+    assert grad is not None
+    assert save({"a": rows, "b": grad}) == save({"a": plain.weight[2:4].clone(), "b": grad.clone()})
+    optimizer.step()
+    state = optimizer.state[weight]["exp_avg"]
+    assert save({"a": state}, {"step": "1"}) == save({"a": state.clone()}, {"step": "1"})
 
 
 def test_saving_holds_one_tensor_at_a_time(

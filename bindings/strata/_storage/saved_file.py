@@ -1,7 +1,7 @@
 """Writes a safetensors file, one tensor in memory at a time.
 
     stream_file(tensors, "model.safetensors", {"format": "pt"})
-    stream_paged()                      # safetensors.torch.save_file does so as well
+    stream_paged()                      # safetensors.torch does so as well: save_file, save
 
 The file is, byte for byte, the one that safetensors.torch.save_file writes of the same values:
 eight bytes with the length of the header, little-endian; the header, JSON, padded with spaces to a
@@ -10,19 +10,21 @@ all.
 
 Note [Everybody's saving]. `save_pretrained` of Transformers and PEFT, Accelerate and
 huggingface_hub all end in safetensors.torch.save_file, which wants the addresses of all tensors of
-a file at once. Transformers gives them their names in files before that, and cuts them, all in
-memory. Many have taken these functions under names of their own long before a model is wrapped. So
+a file at once, and so does safetensors.torch.save, whose bytes some write by themselves.
+Transformers gives tensors their names in files before that, and cuts them, all in memory. Many
+have taken these functions under names of their own long before a model is wrapped. So
 what is changed is their code: where any of the tensors is paged they are streamed, and all else
 goes where it always went.
 """
 
+import io
 import json
 import os
 import sys
 import types
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import safetensors.torch
 import torch
@@ -54,19 +56,35 @@ def stream_file(
     does, for what its files cannot hold, RuntimeError for two names of one parameter, and OSError.
     """
     _check(tensors)
-    names = sorted(tensors, key=lambda name: (_PLACES[tensors[name].dtype], name))
     path = Path(filename)
     part = path.with_name(f".{path.name}.part")
     try:
         part.unlink(missing_ok=True)  # of a process that was killed; were it a link, not followed
         with part.open("xb", buffering=_BUFFER_BYTES) as file:
-            file.write(header(tensors, names, metadata))
-            for name in names:
-                plain = tensors[name].detach().to("cpu", copy=True)
-                file.write(plain.reshape(-1).view(torch.uint8).numpy().data)
+            _write(file, tensors, metadata)
         part.replace(path)
     finally:
         part.unlink(missing_ok=True)
+
+
+def to_bytes(
+    tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None
+) -> bytes:
+    """What stream_file() would write, which is as much memory. Raises as that does."""
+    _check(tensors)
+    file = io.BytesIO()
+    _write(file, tensors, metadata)
+    return file.getvalue()
+
+
+def _write(
+    file: IO[bytes], tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None
+) -> None:
+    names = sorted(tensors, key=lambda name: (_PLACES[tensors[name].dtype], name))
+    file.write(header(tensors, names, metadata))
+    for name in names:
+        plain = tensors[name].detach().to("cpu", copy=True)
+        file.write(plain.reshape(-1).view(torch.uint8).numpy().data)
 
 
 def _check(tensors: Mapping[str, torch.Tensor]) -> None:
@@ -80,8 +98,10 @@ def _check(tensors: Mapping[str, torch.Tensor]) -> None:
             )
         if not tensor.is_contiguous():
             raise ValueError(f"{name!r} is not contiguous: save a copy of it (.contiguous())")
+        if not is_paged(tensor):
+            continue
         storage = tensor.untyped_storage()
-        if not rests(tensor) or storage.nbytes() != tensor.nbytes:
+        if storage.nbytes() != tensor.nbytes:
             continue
         first = firsts.setdefault(storage.data_ptr(), name)
         if first != name:
@@ -112,9 +132,10 @@ def header(
 
 
 def stream_paged() -> None:
-    """From now on safetensors.torch.save_file streams paged tensors, and so does what Transformers
-    makes of them ahead of it. See Note [Everybody's saving]."""
+    """From now on safetensors.torch streams paged tensors, and so does what Transformers makes of
+    them ahead of it. See Note [Everybody's saving]."""
     _exchange(safetensors.torch.save_file, _save_file)
+    _exchange(safetensors.torch.save, _save)
     loading: Any = sys.modules.get("transformers.core_model_loading")
     if hasattr(loading, "PrefixChange"):  # see conversion.py
         _exchange(loading.revert_weight_conversion, _revert_weight_conversion)
@@ -141,6 +162,15 @@ def _save_file(tensors, filename, metadata=None):  # type: ignore[no-untyped-def
     if isinstance(tensors, dict) and any(map(saved_file.rests, tensors.values())):
         return saved_file.stream_file(tensors, filename, metadata)
     return saved_file.plain["save_file"](tensors, filename, metadata)
+
+
+def _save(tensors, metadata=None):  # type: ignore[no-untyped-def]
+    # The globals are those of safetensors.torch.
+    from strata._storage import saved_file
+
+    if isinstance(tensors, dict) and any(map(saved_file.rests, tensors.values())):
+        return saved_file.to_bytes(tensors, metadata)
+    return saved_file.plain["save"](tensors, metadata)
 
 
 def _revert_weight_conversion(model, state_dict):  # type: ignore[no-untyped-def]
