@@ -1,6 +1,7 @@
 """optimizer.state of a wrapped optimizer: what is in pages, to read and to change as in PyTorch."""
 
 import copy
+import io
 import itertools
 import pickle
 from collections import defaultdict
@@ -224,6 +225,10 @@ def test_views_have_their_metadata_and_iterate() -> None:
     assert (moment[1] == 5).all()
     array = moment.numpy()
     assert not array.flags.writeable
+    file = io.BytesIO()
+    torch.save(turned, file)
+    file.seek(0)
+    assert torch.equal(torch.load(file), turned.clone())
 
 
 def test_steps_may_be_set() -> None:

@@ -112,6 +112,8 @@ class StandIn(torch.Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickles as a plain tensor; `torch.save` comes here."""
+        if not self.is_contiguous():  # a transposed view
+            return self.clone().__reduce_ex__(protocol)
         values = self._strata_values
         return saved_tensor(self, id(values) | UNREACHABLE, partial(own_mapping.copy, self))
 
