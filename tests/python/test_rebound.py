@@ -196,3 +196,15 @@ def test_a_forward_that_gives_its_parameter_another_shape(core: ModuleType) -> N
     with pytest.raises(RuntimeError, match=r"0\.0\.weight' cannot become .*\(96, 48\)"):
         model(torch.ones(2, WIDTH))
     assert model.get_parameter("0.0.weight").shape == (WIDTH, WIDTH)
+
+
+@pytest.mark.parametrize(
+    "move", [lambda m: m.to("meta"), lambda m: m.to_empty(device="meta")], ids=["to", "to_empty"]
+)
+def test_a_model_is_not_moved_to_where_nothing_is(core: ModuleType, move: Any) -> None:
+    model, optimizer = tight(*sgd(make))
+    before = dict(model.named_parameters())
+    with pytest.raises(RuntimeError, match=r"0\.0\.weight' cannot become .* on meta .*drop the"):
+        move(model)
+    assert all(p is before[name] for name, p in model.named_parameters())
+    step(model, optimizer)

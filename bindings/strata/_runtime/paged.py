@@ -286,7 +286,9 @@ def _converted(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 def _compatible(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return args[0] is args[1] or run(func, args, kwargs)
+    """Asked by Module.to() and its like: False would exchange the parameter for another one, which
+    no optimizer knows; of what it cannot become _set_data() tells."""
+    return type(args[0]) is PagedParameter or run(func, args, kwargs)
 
 
 def _address(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:

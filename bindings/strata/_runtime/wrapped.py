@@ -158,6 +158,7 @@ class Wrapped:
         if (value.dtype, value.device, value.shape) != (alias.dtype, alias.device, alias.shape):
             way = f"pass {'device' if value.dtype == alias.dtype else 'dtype'}= to wrap()"
             way = way if value.shape == alias.shape else "resize the model before wrap()"
+            way = "drop the model to free its memory" if value.is_meta else way
             raise RuntimeError(
                 f"parameter {self.names[index]!r} cannot become {value.dtype} of shape "
                 f"{tuple(value.shape)} on {value.device} after strata.wrap(): {way}, or call "
