@@ -233,7 +233,7 @@ def test_bad_state_dicts_are_refused(core: ModuleType) -> None:
 
 def test_groups_cannot_be_added(core: ModuleType) -> None:
     _, optimizer = tight(build(make))
-    with pytest.raises(RuntimeError, match="wrap"):
+    with pytest.raises(RuntimeError, match=r"an optimizer of its own, or call strata\.unwrap"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
 
 

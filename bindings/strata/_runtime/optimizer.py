@@ -255,7 +255,8 @@ class StrataOptimizer(torch.optim.Optimizer):
         """Raises: the pages of the optimizer's state were laid out by wrap()."""
         raise RuntimeError(
             "parameter groups cannot be added after strata.wrap(), which laid out pages for those "
-            "that there were: call strata.unwrap(model) first and wrap again, with all groups"
+            "that there were: give what is in none of them an optimizer of its own, or call "
+            "strata.unwrap(model) first and wrap again, with all groups"
         )
 
     def state_dict(self) -> dict[str, Any]:
