@@ -200,6 +200,16 @@ def profiled_in_the_middle(run: Run) -> None:
     run.note(any(event.key == "step" for event in profile.key_averages()))
 
 
+@HABITS.add
+def profiled_behind_a_look(run: Run) -> None:
+    """At shapes, by a forward with gradients that nobody goes backward from."""
+    model, optimizer = run.wrap(Net())
+    run.note(model(batch(0)).shape)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        run.train(model, optimizer, steps=2)
+    run.note(bool(profile.key_averages()))
+
+
 @pytest.mark.parametrize(("habit", "mode"), HABITS.cases())
 def test_watchers(habit: Habit, mode: Mode, tmp_path: Path) -> None:
     habit.check(mode, tmp_path)

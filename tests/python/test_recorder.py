@@ -177,6 +177,29 @@ def test_states_of_generators_are_not_the_devices() -> None:
     curve.stop()
     assert curve.held == kept.nbytes
     del states
+def test_a_recording_ends_with_the_last_graph_that_has_no_backward() -> None:
+    """It has PyTorch's profiler, and the user may want that."""
+    recorder = Recorder()
+    recorder.begin()
+    use(recorder, 0)
+    outputs = [torch.ones(3, requires_grad=True) * 2 for _ in range(2)]
+    losses = [output.sum() for output in outputs]
+    for output in outputs:
+        recorder.await_backward([output])
+    del output, outputs, losses[0]
+    assert recorder.measuring
+    losses.clear()
+    assert not recorder.measuring
+    assert not recorder.in_step
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        pass
+    recorder.begin()
+    loss = torch.ones(3, requires_grad=True) * 2
+    recorder.await_backward([loss])
+    recorder.enter(0, True, recorder.now(), True)
+    recorder.leave(0)
+    del loss  # what its backward took is known
+    assert recorder.take().measured
 
 
 # Tensors of many sizes, of which few live at a time, in a process whose heap has seen nothing else.

@@ -197,6 +197,7 @@ class Hooks:
         self.inputs.look()
         if output is None and sys.exc_info()[1] is not None and graph_task() == -1:
             self.state.recorder.abandon()
+        self.state.recorder.await_backward(tensors_in(output))
 
     def _is_stateless(self) -> bool:
         """Whether torch.func.functional_call has exchanged all parameters."""

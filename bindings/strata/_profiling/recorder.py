@@ -12,12 +12,20 @@ memory are too. Use from the thread that trains; autograd's threads call it unde
 Note [Rounds]. Where several forwards and backwards make one step, each pair is a round. What take()
 returns is the last one: they are alike, and the plan is the same for each.
 
+Note [No backward]. A recording that waits for a backward keeps PyTorch's profiler, of which a
+thread has one: the user could start none. So it ends with the last graph of the step of which
+nobody has gone backward. The nodes of its outputs tell that by a token, which dies with them.
+Limit: where such a graph is kept, so is the profiler.
+
 Note [Two times]. Uses are put together as they happen, because saved tensors refer to them. On a
 GPU their times are not known yet. So each call is noted, and all are replayed with the device's
 times when the step is over.
 """
 
+from __future__ import annotations
+
 import logging
+import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from math import inf
@@ -36,6 +44,15 @@ NOT_RECORDED = -1
 log = logging.getLogger("strata")
 
 
+class _Graph:
+    """Lives as long as a graph does."""
+
+
+def _end_unused(recorder: weakref.ref[Recorder]) -> None:
+    if (found := recorder()) is not None:
+        found._end_unused()
+
+
 class Recorder:
     """What happened since the last take()."""
 
@@ -47,6 +64,7 @@ class Recorder:
         self._replays = not isinstance(self._clock, HostClock)
         self._curve: Curve | None = None
         self._depth: dict[int, int] = {}  # by unit: enters without their leave
+        self._graphs: weakref.WeakSet[_Graph] = weakref.WeakSet()
         self._clear()
 
     def _clear(self) -> None:
@@ -97,6 +115,24 @@ class Recorder:
         self.close()
         self._depth.clear()
         self._clear()
+
+    def await_backward(self, outputs: Iterable[torch.Tensor]) -> None:
+        """The model's forward has returned these. See Note [No backward]."""
+        nodes: list[Any] = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
+        if self._curve is None or not nodes:
+            return
+        graph = _Graph()
+        weakref.finalize(graph, _end_unused, weakref.ref(self)).atexit = False
+        self._graphs.add(graph)  # behind the finalizer, which is called once it is out of the set
+        for node in nodes:
+            node.metadata["strata", id(self)] = graph
+
+    def _end_unused(self) -> None:
+        """A graph has gone."""
+        used = self._uses.step.uses
+        idle = not self._graphs and not any(self._depth.values())
+        if self._curve is not None and idle and not any(use.backward for use in used):
+            self.abandon()
 
     def now(self) -> float:
         """A time that the other methods take."""
