@@ -304,3 +304,30 @@ def test_copies_are_plain() -> None:
 def test_ranks_read_it_and_are_told_how_to_change_it(ranks: Ranks) -> None:
     one, other = ranks.run("rank_scenarios.optimizer_state", 2)
     assert one == other
+
+
+LOSSES_OF_MOMENTUM: dict[str, Any] = {
+    "pop": lambda entry: entry.pop("momentum_buffer"),
+    "del": lambda entry: entry.__delitem__("momentum_buffer"),
+    "None": lambda entry: entry.__setitem__("momentum_buffer", None),
+}
+
+
+@pytest.mark.parametrize("loss", LOSSES_OF_MOMENTUM)
+def test_momentum_that_is_removed_begins_anew(loss: str) -> None:
+    results = []
+    for wraps in (False, True):
+        torch.manual_seed(0)
+        model: Any = nn.Sequential(nn.Linear(8, 8))
+        optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        if wraps:
+            memory = {"device": "1MiB", "host": "4MiB"}
+            model, optimizer = strata.wrap(model, optimizer, memory=memory)
+        for i in range(3):
+            model(torch.ones(2, 8)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if i == 1:
+                LOSSES_OF_MOMENTUM[loss](optimizer.state[model[0].weight])
+        results.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    torch.testing.assert_close(*results)

@@ -98,11 +98,20 @@ class StatePages:
             if entry and not state.config["params"][index]["trainable"]:
                 raise ValueError(f"{state.names[index]!r} is not trained: it has no state")
             self._check_names(index, g, entry)
+            entry = {} if self._begins_anew(index, specs[g], entry) else entry
             self.check(index, self._groups()[g], specs[g], entry)
             taken.append((index, g, entry))
         for index, g, entry in taken:
             if entry or state.session.param_step(index) != 0:
                 self.write(index, self._groups()[g], entry)
+
+    def _begins_anew(self, index: int, spec: GroupSpec, entry: Any) -> bool:
+        """Whether a state has lost what a class keeps that counts no steps: SGD its momentum."""
+        kinds = self._kinds(index)
+        counted = self._foreign is not None or spec["rule"] in COUNTED
+        if counted or not kinds or not isinstance(entry, Mapping):
+            return False
+        return all(entry.get(name) is None for _, name in kinds)
 
     def _check_names(self, index: int, g: int, entry: Any) -> None:
         """Raises ValueError where there is something that the class does not keep."""
