@@ -57,6 +57,21 @@ def in_inference_mode(model: nn.Module, optimizer: torch.optim.Optimizer) -> lis
     return [seen]
 
 
+def exchanged_with_others(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
+    """A tensor of the user's takes the memory of a parameter, and gives it back."""
+    average = [nn.Parameter(p.detach().clone() * 0.5) for p in model.parameters()]
+    seen: list[Any] = []
+    for _ in range(2):
+        step(model, optimizer)
+        for _ in range(2):
+            for ours, p in zip(average, model.parameters(), strict=True):
+                ours.data, p.data = p.data, ours.data
+            with torch.no_grad():
+                seen.append(model(torch.ones(2, WIDTH)))
+    assert all(type(ours) is nn.Parameter for ours in average)
+    return [*seen, *average]
+
+
 def exchanged(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     a, b = model.get_parameter("0.0.weight"), model.get_parameter("3.0.weight")
     a.data, b.data = b.data, a.data
@@ -135,8 +150,8 @@ def unwrapped(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
 @pytest.mark.parametrize(
     "program",
     [
-        average_and_back, in_inference_mode, exchanged, views_of_views, before_a_step,
-        state_dict, of_itself, unchanged, of_a_view, a_vector, unwrapped,
+        average_and_back, in_inference_mode, exchanged, exchanged_with_others, views_of_views,
+        before_a_step, state_dict, of_itself, unchanged, of_a_view, a_vector, unwrapped,
     ],
 )  # fmt: skip
 def test_what_was_handed_out_keeps_its_values(

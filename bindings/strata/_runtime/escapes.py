@@ -20,7 +20,9 @@ searched for it, the youngest first, and it is turned into a paged tensor where 
 Note [Moves]. In PyTorch a view of a parameter (`backup = p.data`) sees what is done to it in place,
 and keeps the old memory where the parameter is given another (`p.data = average`). Here a parameter
 stays in its pages. So it is the views that move: they get memory of their own, which they share as
-before, with the values of that moment. They are plain tensors then.
+before, with the values of that moment. They are plain tensors then. So do tensors
+of the user's that took its memory unseen (`ours.data, p.data = p.data, ours.data`): to find them,
+Python's objects are searched once for each parameter.
 
 Limits: arrays of NumPy and addresses that were taken inside of a forward, or of a custom function's
 backward, look like the tensor they were taken from. They are true while the unit is entered.
@@ -65,6 +67,7 @@ class Views:
         """REQUIRES: no view has been made yet."""
         self._state = state
         storages = [alias.untyped_storage()._cdata for alias in state.aliases]
+        self._storages = storages
         self._index_of = {storage: i for i, storage in enumerate(storages)}
         self._of_unit = [[(storages[i], i) for i in unit.params] for unit in state.units]
         self._expected = [tensors_over(storage) for storage in storages]
@@ -89,6 +92,8 @@ class Views:
         REQUIRES: its class is torch's own.
         """
         state = self._state
+        if type(tensor) is nn.Parameter:
+            tensor._strata_class = nn.Parameter  # type: ignore[attr-defined]
         tensor.__class__ = PagedTensor
         tensor._strata = Slot(state, index, state.unit_of[index])  # type: ignore[attr-defined]
         known, expected, key = self._known[index], self._expected, id(tensor)
@@ -103,6 +108,9 @@ class Views:
     def move(self, index: int, memory: Callable[[], torch.Tensor]) -> None:
         """See Note [Moves]. `memory` gives the values that views of parameter `index` keep, and is
         called where there are any. REQUIRES: it is contiguous, as the parameter."""
+        storage = self._storages[index]
+        if tensors_over(storage) > self._expected[index]:  # other.data = p.data, see paged.py
+            self._find_escaped(storage, index, failing=False)
         known = self._known[index]
         views = [view for ref in list(known.values()) if (view := ref()) is not None]
         if not views:
@@ -136,7 +144,7 @@ class Views:
     def _leave(self, view: Any, index: int) -> None:
         if self._known[index].pop(id(view), None) is not None:
             self._expected[index] -= 1
-        view.__class__ = torch.Tensor
+        view.__class__ = view.__dict__.pop("_strata_class", torch.Tensor)
         del view._strata
 
     def copied_out(self, value: Any) -> Any:
