@@ -39,16 +39,25 @@ def step(model: Any, optimizer: Any, batch: torch.Tensor) -> None:
 
 
 @pytest.fixture
-def gpu_clocks(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
-    """Times and memory are a GPU's, tensors the host's."""
+def gpu_clocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
+    """Times and memory are a GPU's, tensors the host's. Models may outlive the double, which knows
+    the user's limit: allocators put that back ahead of its end."""
     cuda = FakeCuda(monkeypatch)
+    made: list[Allocator] = []
+
+    def make(device: torch.device, size: int) -> Allocator:
+        made.append(Allocator(GPU, size))
+        return made[-1]
+
     monkeypatch.setattr(wrapped_module, "Recorder", lambda device: Recorder(GPU))
     monkeypatch.setattr(
         sys.modules["strata._planning.planning"],
         "Allocator",
-        lambda device, size: Allocator(GPU, size),
+        make,
     )
-    return cuda
+    yield cuda
+    for allocator in made:
+        allocator.close()
 
 
 READS = ("item", "tolist", "numpy", "cpu", "__bool__", "__float__", "__int__", "__index__")
