@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from habits import Block, Habit, Habits, Mode, Net, Run, batch, mean_loss
+from habits import WIDTH, Block, Habit, Habits, Mode, Net, Run, batch, mean_loss
 from torch import nn
 from torch.nn import functional as F
 
@@ -26,6 +26,24 @@ def graphs_without_a_backward(run: Run) -> None:
         return mean_loss(m, step)
 
     run.train(model, optimizer, loss_of)
+
+
+@HABITS.add_with(early="perhaps")
+def generator_and_discriminator(run: Run) -> None:
+    """The generator's backward adds to gradients of the discriminator that nobody uses."""
+    generator = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+    made, made_by = run.wrap(generator)
+    judged, judge = run.wrap(Net())
+    for step in range(4):
+        judged.zero_grad()
+        fake = made(batch(step))
+        (mean_loss(judged, step) - judged(fake.detach()).mean()).backward()
+        judge.step()
+        made.zero_grad()
+        loss = judged(fake).square().mean()
+        loss.backward()
+        made_by.step()
+        run.note(loss)
 
 
 @HABITS.add

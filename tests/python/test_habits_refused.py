@@ -50,7 +50,7 @@ def dtype_changed_after_wrapping(run: Run) -> None:
 
 
 @HABITS.add_with(refused="zero_grad")
-def backward_after_a_step_without_zero_grad(run: Run) -> None:
+def step_after_a_step_without_zero_grad(run: Run) -> None:
     model, optimizer = run.wrap(Net())
     for step in range(2):
         mean_loss(model, step).backward()

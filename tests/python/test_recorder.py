@@ -177,6 +177,8 @@ def test_states_of_generators_are_not_the_devices() -> None:
     curve.stop()
     assert curve.held == kept.nbytes
     del states
+
+
 def test_a_recording_ends_with_the_last_graph_that_has_no_backward() -> None:
     """It has PyTorch's profiler, and the user may want that."""
     recorder = Recorder()

@@ -57,6 +57,7 @@ class Gradients:
         self._zero: set[int] = set()
         self.drops = GradientDrops(state)
         self.used: set[int] = set()  # by step(), and neither dropped nor replaced since
+        self._added: set[int] = set()  # of these, to some of which a backward would have added
         self.totals = ShardTotals(state, self._shard_squares)
 
     # What p.grad does -----------------------------------------------------------------------------
@@ -206,10 +207,11 @@ class Gradients:
     def refuse_second_use(self) -> None:
         """Raises RuntimeError ahead of a step where plain PyTorch would use a gradient again. Where
         updates run in the backward, a step may follow another to end what was interrupted."""
-        if self.on_step and self.used:
+        again = self.used if self.on_step else self.used & self._added
+        if again:
             raise RuntimeError(
                 "step() after step() without zero_grad(): plain PyTorch would use the old gradient "
-                f"of {self.name(min(self.used))} again, which strata has already used up; call "
+                f"of {self.name(min(again))} again, which strata has already used up; call "
                 "optimizer.zero_grad()"
             )
 
@@ -383,19 +385,23 @@ class Gradients:
     # A step ---------------------------------------------------------------------------------------
 
     def land(self, index: int, grad: torch.Tensor) -> bool:
-        """A backward adds to the gradient. True: to one that is held, so nothing is left to do.
-        Raises RuntimeError where what it would be added to is gone."""
+        """A backward adds to the gradient. True: nothing is left to do, for it is held, or step()
+        has used it up. What is added to one that was used up is dropped: reading it, or stepping
+        ahead of zero_grad(), is refused. Raises RuntimeError where an update would follow."""
+        if index in self.used:
+            if self._state.config["update"] == "in_backward":
+                raise RuntimeError(
+                    "backward() after step() without zero_grad(): update='in_backward' would "
+                    f"update {self.name(index)}; call optimizer.zero_grad(), or wrap with "
+                    "update='on_step'"
+                )
+            self._added.add(index)
+            return True
         self.totals.forget(index)
         if index in self._held:
             with torch.no_grad():
                 self._held.tensor(index).add_(grad)
             return True
-        if index in self.used:
-            raise RuntimeError(
-                f"backward() after step() without zero_grad(): plain PyTorch would add to the old "
-                f"gradient of {self.name(index)}, which strata has already used up; call "
-                "optimizer.zero_grad()"
-            )
         self._zero.discard(index)
         return False
 
@@ -431,6 +437,7 @@ class Gradients:
         """Of what has landed only that is left which is held, or zero."""
         landed = {i for i, count in enumerate(self._state.steps.landed) if count}
         self._held.end_step()
+        self._added.clear()
         self.used |= landed - self._held.indices() - self._zero
 
     def forget(self) -> None:
