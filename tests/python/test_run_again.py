@@ -104,7 +104,6 @@ REPEATABLE = [
     counts, anneals, has_a_generator, drops_layers, draws_from_numpy, drops, remembers,
     adds_an_attribute,
 ]  # fmt: skip
-KEPT = [appends]
 
 
 class Net(nn.Module):
@@ -184,23 +183,20 @@ def test_a_second_run_finds_what_the_first_one_found(
     assert net.blocks[0].calls == (4 if body is counts else 0)
 
 
-@pytest.mark.parametrize("body", KEPT, ids=lambda body: body.__name__)
 def test_what_a_second_run_would_do_twice_is_kept(
-    core: ModuleType, body: Body, caplog: pytest.LogCaptureFixture
+    core: ModuleType, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING, "strata"):
-        found, net = train(body, "recompute")
-    assert_as_plain(found, body)
+        found, net = train(appends, "recompute")
+    assert_as_plain(found, appends)
     assert not any(again(net))
     (told,) = [r.message for r in caplog.records if "not computed again" in r.message]
     assert "blocks.0, blocks.1, blocks.2" in told
     assert "'history'" in told
 
 
-@pytest.mark.parametrize("body", [reads_an_iterator, counts_elsewhere], ids=lambda b: b.__name__)
-def test_what_no_second_run_can_give_is_kept(core: ModuleType, body: Body) -> None:
-    """What stands outside the module, and an iterator made in the trial, have moved on."""
-    _, net = train(body, "recompute")
+def test_an_iterator_that_is_made_in_the_trial_is_kept(core: ModuleType) -> None:
+    _, net = train(reads_an_iterator, "recompute")
     assert not any(again(net))
 
 

@@ -4,21 +4,20 @@ the states of generators of random numbers.
     found = Attributes(owners_of(module))      # before the forward
     ...
     now = Attributes(owners_of(module))        # after it
-    reason = found.written_in_place()          # "" where no list or dictionary was changed
     found.put_back()                           # the same forward may run again
     reason = now.differing(Attributes(...))    # "" where both runs left the same
 
 Use from one thread at a time.
 
 Note [Objects]. An attribute that was assigned is put back, whatever it is. What a forward changes
-inside a list, a set or a dictionary is put back where that was asked for (`deep`). What it changes
-inside any other object is neither seen nor put back. torch's own attributes of a module (its
-parameters, buffers and hooks) are left out: inputs.py knows the first two.
+inside an object is neither seen nor put back here: reach.py does so, in trials. torch's own
+attributes of a module (its parameters, buffers and hooks) are left out: inputs.py knows the first
+two.
 """
 
 import random
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy
@@ -26,32 +25,25 @@ import torch
 from torch import nn
 
 from .arguments import PLAIN_TYPES
+from .reach import GENERATORS
 
 Owner = dict[str, Any]  # the attributes of one object
 
 TORCHS_OWN = frozenset(vars(nn.Module())) - {"training"} | {"forward", "_compiled_call_impl"}
-CONTAINERS = (list, dict, set, deque)
 _NOT_THERE = object()
-
-# Generators of random numbers: how each tells its state, and takes it.
-_GENERATORS: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]] = {
-    torch.Generator: (torch.Generator.get_state, torch.Generator.set_state),
-    random.Random: (random.Random.getstate, random.Random.setstate),
-    numpy.random.RandomState: (
-        numpy.random.RandomState.get_state,
-        numpy.random.RandomState.set_state,
-    ),
-    numpy.random.Generator: (
-        lambda g: g.bit_generator.state,
-        lambda g, state: setattr(g.bit_generator, "state", state),
-    ),
-}
 
 
 def owners_of(module: nn.Module, objects: Iterable[Any] = ()) -> list[Owner]:
     """The attributes of a module, of all below it, and of other objects that it may change."""
     others = [vars(o) for o in objects if hasattr(o, "__dict__") and not _is_shared(o)]
     return [*map(vars, module.modules()), *others]
+
+
+def form_of(module: nn.Module) -> tuple[Any, ...]:
+    """The modes of a module and all below it, and what types of attributes they have."""
+    inner = list(module.modules())
+    own = [(n, type(v)) for m in inner for n, v in vars(m).items() if n not in TORCHS_OWN]
+    return (*(m.training for m in inner), *own)
 
 
 def _is_shared(thing: Any) -> bool:
@@ -62,24 +54,15 @@ def _is_shared(thing: Any) -> bool:
 class Attributes:
     """Attributes and generators at one moment. See Note [Objects]."""
 
-    def __init__(self, owners: Sequence[Owner], deep: bool = False) -> None:
-        """`deep`: with what lists, sets and dictionaries hold, which takes longer."""
+    def __init__(self, owners: Sequence[Owner]) -> None:
         self._owners = [(owner, owner.copy()) for owner in owners]
-        kinds = _GENERATORS
+        kinds = GENERATORS
         own = {
             id(value): value for owner in owners for value in owner.values() if type(value) in kinds
         }
         self._generators = [(g, kinds[type(g)][0](g)) for g in own.values()]
         self._python = random.getstate()
         self._numpy = numpy.random.get_state()
-        self._contents: list[tuple[str, Any, Any]] = []
-        if deep:
-            self._contents = [
-                (name, value, value.copy())
-                for owner in owners
-                for name, value in owner.items()
-                if name not in TORCHS_OWN and isinstance(value, CONTAINERS)
-            ]
 
     def iterator(self) -> str:
         """The name of an attribute that can be read once only; "" where there is none."""
@@ -87,13 +70,6 @@ class Attributes:
             for name, value in before.items():
                 if hasattr(type(value), "__next__"):
                     return name
-        return ""
-
-    def written_in_place(self) -> str:
-        """The name of a list, set or dictionary that holds something else now. REQUIRES: deep."""
-        for name, value, before in self._contents:
-            if not _same_items(value, before):
-                return name
         return ""
 
     def assigned(self) -> str:
@@ -133,27 +109,12 @@ class Attributes:
             for name, value in before.items():
                 if owner.get(name, _NOT_THERE) is not value and name not in TORCHS_OWN:
                     owner[name] = value
-        for _, value, before in self._contents:
-            if not _same_items(value, before):
-                value.clear()
-                (value.extend if isinstance(value, list | deque) else value.update)(before)
         for generator, state in self._generators:
-            _GENERATORS[type(generator)][1](generator, state)
+            GENERATORS[type(generator)][1](generator, state)
         if random.getstate() != self._python:
             random.setstate(self._python)
         if not _same(numpy.random.get_state(), self._numpy):
             numpy.random.set_state(self._numpy)
-
-
-def _same_items(a: Any, b: Any) -> bool:
-    """Whether two containers of one type hold the same objects, in the same order."""
-    if len(a) != len(b):
-        return False
-    if isinstance(a, set):
-        return bool(a == b)
-    if isinstance(a, dict):
-        return all(x is y and a[x] is b[y] for x, y in zip(a, b, strict=True))
-    return all(x is y for x, y in zip(a, b, strict=True))
 
 
 def _same(a: Any, b: Any) -> bool:

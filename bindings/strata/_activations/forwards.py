@@ -58,7 +58,7 @@ from .._torch_compat import (
     untraced_itself,
 )
 from .arguments import Arguments, layers_of, update_cache
-from .attributes import Attributes, owners_of
+from .attributes import Attributes, form_of, owners_of
 from .inputs import Before, Buffers, Found, Inputs, Parameters
 from .slicing import SliceSums, Verdict, batch_size, cut, fits, merged
 from .trial import Verdicts, why_not_again
@@ -104,7 +104,7 @@ class PlannedForward:
         self._verdicts = Verdicts(module, self.plain)
         self.compiler: Any = None  # of the forward that runs now
         self.inputs = Inputs()
-        self._proved: set[tuple[bool, ...]] = set()  # modes of all modules; see Note [Proof]
+        self._proved: set[Any] = set()  # modes and attributes of modules; see Note [Proof]
         self._layers = layers_of(module)
         self._logged_reason = ""
         module.forward = self
@@ -176,11 +176,11 @@ class PlannedForward:
         verdict = self.verdict(arguments, batch)
         count = min(self.unit.slices, batch)
         cut_ones = verdict.cut if count > 1 and verdict is not None and not verdict.reason else None
-        modes = tuple(m.training for m in self.module.modules())
-        if modes not in self._proved or not self.unit.may_recompute:
+        form = form_of(self.module)
+        if form not in self._proved or not self.unit.may_recompute:
             if cut_ones is None and not self._may_repeat(arguments):  # slices: a verdict is a proof
                 return self.keeping(args, kwargs)
-            self._proved.add(modes)
+            self._proved.add(form)
             self.inputs.copied = True
         if cut_ones is None:
             return self._checkpointed(arguments, (args, kwargs))

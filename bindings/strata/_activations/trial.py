@@ -12,8 +12,8 @@ generators of random numbers are put back, and hooks of the user on modules are 
 
 Note [Again]. A forward may be computed again where two runs that find the same leave the same:
 output, attributes and generators, bit for bit. It may not where it takes from an iterator, or
-changes parameters, its arguments, or what a list or a dictionary holds: a second run would do that
-twice.
+changes parameters, its arguments, or what lies deeper than attributes (reach.py): a second run
+would do that twice. It is tried again when attributes come, or get another type.
 
 Note [Slices]. A forward may run on slices where every row of the output depends on the same row of
 the input only. Nothing says so, so it is tried:
@@ -42,8 +42,9 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from .._torch_compat import GLOBAL_HOOKS, BatchNorm
 from .arguments import Arguments
-from .attributes import Attributes, owners_of, same_tensors
+from .attributes import TORCHS_OWN, Attributes, owners_of, same_tensors
 from .inputs import Buffers, Parameters
+from .reach import Reach, roots_of
 from .slicing import Verdict, batch_size, cut, is_cut
 
 ROUNDING = 16  # units in the last place that two ways to sum may differ by ...
@@ -193,7 +194,10 @@ class _Trial:
         self._forward = forward
         self._arguments = arguments
         self._owners = owners_of(module, arguments.others)
-        self._found = Attributes(self._owners, deep=True)
+        self._found = Attributes(self._owners)
+        self._reach = Reach(
+            [("forward", forward), *roots_of(module.modules(), self._owners, TORCHS_OWN)]
+        )
         self._buffers = Buffers(module)
         self._found_buffers = self._buffers.taken()
         parameters = Parameters(module)
@@ -207,7 +211,7 @@ class _Trial:
     ) -> Iterator["_Trial"]:
         """At the end all is as it was. Raises _RefusedError where no forward can be tried."""
         trial = cls(module, forward, arguments)
-        _refuse_iterators(trial._found)
+        _refuse_iterator(trial._reach.iterator)
         with ExitStack() as stack:
             for context in (
                 saved_tensors_hooks(_drop, _never),
@@ -216,13 +220,13 @@ class _Trial:
             ):
                 stack.enter_context(context)
             stack.enter_context(trial._parameters.undone())
-            stack.callback(trial._found.put_back)
+            stack.callback(trial._put_back)
             yield trial
 
     def run(self, tensors: Sequence[torch.Tensor]) -> _Run:
         """Raises _RefusedError where the forward changes what cannot be changed twice."""
         found = self._found
-        found.put_back()
+        self._put_back()
         if self.evaluates:
             for m in self._module.modules():
                 m.training = False
@@ -234,7 +238,7 @@ class _Trial:
             result = self._forward(*args, **kwargs)
             draws = not all(map(torch.equal, before, self._random_state()))
             changed = buffers.changed()
-        if name := found.written_in_place():
+        if name := self._reach.changed():
             raise _RefusedError(f"its forward changes what {name!r} holds")
         for name in self._parameters.changed():
             raise _RefusedError(f"its forward changes the parameter {name!r}")
@@ -244,7 +248,7 @@ class _Trial:
         ]:
             raise _RefusedError("its forward changes its arguments")
         after = Attributes(self._owners)
-        _refuse_iterators(after)
+        _refuse_iterator(after.iterator())
         counts = ""
         if changed is not None:
             counts = f"its forward changes the buffer {changed!r}"
@@ -255,6 +259,10 @@ class _Trial:
         output = Arguments((result, now.caches), self._arguments.layers)
         output.tensors = [t.detach() for t in output.tensors]
         return _Run(output, after, draws, counts)
+
+    def _put_back(self) -> None:
+        self._found.put_back()
+        self._reach.put_back()
 
     def _random_state(self) -> list[torch.Tensor]:
         return [torch.get_rng_state(), *(torch.cuda.get_rng_state(d) for d in self._devices)]
@@ -268,8 +276,8 @@ def _never(_: None) -> torch.Tensor:
     raise RuntimeError("a backward within a forward cannot be tried")
 
 
-def _refuse_iterators(found: Attributes) -> None:
-    if name := found.iterator():
+def _refuse_iterator(name: str) -> None:
+    if name:
         raise _RefusedError(f"its forward may take from the iterator {name!r}")
 
 
