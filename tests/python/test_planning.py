@@ -238,6 +238,20 @@ def test_several_backwards_per_step(core: ModuleType, declared: int) -> None:
     assert all(losses == results[0] for losses in results)
 
 
+def test_units_that_cannot_come_to_rest_now_get_frames(core: ModuleType) -> None:
+    """The plan needs none, for it has all units on the device; gradients have landed meanwhile."""
+    model: Any = nn.Sequential(*[nn.Linear(64, 64) for _ in range(3)])
+    model, optimizer = strata.wrap(model, adamw(model), memory=ROOM, page_size="64KiB")
+    model(torch.randn(4, 64)).square().mean().backward()
+    claims = planning(model).claims
+    units = [True] * len(claims.resting)
+    assert claims.take(units, 0, 0, 0)
+    assert not any(claims.resting)
+    optimizer.step()
+    assert claims.take(units, 0, 0, 0)
+    assert all(claims.resting)
+
+
 def test_a_disk_that_became_slow_is_measured_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:

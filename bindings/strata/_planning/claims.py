@@ -64,6 +64,7 @@ class Claims:
         moves = units != now or room != self._room
         if moves and self._state.hooks.swapping.drain():  # of graphs that somebody keeps
             units, room = now, self._room
+            param_bytes = max(param_bytes, self._param_bytes)
         else:
             self._room_wanted = (host_bytes, ssd_bytes)
         try:
@@ -93,8 +94,10 @@ class Claims:
         now, kept = self.resting, self._room
         refused = ""
         for there, larger in ((units, room), (units, kept), (now, room), (now, kept)):
+            # Units that do not come to rest need frames, where the plan had none for them.
+            frames = param_bytes if there == units else max(param_bytes, self._param_bytes)
             try:
-                self._adopt(there, param_bytes, larger, uses)
+                self._adopt(there, frames, larger, uses)
             except StrataError as error:
                 if error.fault == "busy" or (there, larger) == (now, kept):
                     raise
