@@ -3,6 +3,7 @@ that would do, batches of many shapes, and disks that become slow.
 """
 
 import gc
+import logging
 import re
 from pathlib import Path
 from types import ModuleType
@@ -236,6 +237,24 @@ def test_several_backwards_per_step(core: ModuleType, declared: int) -> None:
         results.append(losses)
         strata.unwrap(model)
     assert all(losses == results[0] for losses in results)
+
+
+@pytest.mark.parametrize("rows", [(1, 4), (1, 1, 4), (1, 4, 4)])
+def test_a_step_that_begins_with_a_small_batch_is_recorded_once(
+    core: ModuleType, rows: tuple[int, ...], caplog: pytest.LogCaptureFixture
+) -> None:
+    model: Any = nn.Sequential(*[nn.Linear(64, 64) for _ in range(3)])
+    model, optimizer = strata.wrap(model, adamw(model), memory=ROOM, page_size="64KiB")
+    with caplog.at_level(logging.INFO, "strata"):
+        for _ in range(STEPS):
+            for count in rows:
+                model(torch.randn(count, 64)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert sum("recording a step" in record.message for record in caplog.records) == 1
+    (found,) = planning(model).classes
+    assert found.shape == ((4, 64),)
+    assert found.plan is not None
 
 
 def test_units_that_cannot_come_to_rest_now_get_frames(core: ModuleType) -> None:

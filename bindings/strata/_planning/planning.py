@@ -15,8 +15,10 @@ with that much less. Use from the thread that trains.
 
 Note [Shape classes]. A plan made for one batch serves every batch that is nowhere larger: its
 promises still hold. A batch that is larger somewhere, or has less than half the elements, gets a
-plan of its own. What is claimed for plans (frames, room for swapped tensors) only ever changes one
-way, so batches of many lengths do not make it swing to and fro.
+plan of its own, unless it begins a step that goes on with that larger one: the recorder tells the
+last round of a step, so none of its own would ever be recorded. What is claimed for plans (frames,
+room for swapped tensors) only ever changes one way, so batches of many lengths do not make it swing
+to and fro.
 
 Note [Units on the device]. What is left of the device may hold whole units, states included. They
 move there and back between two steps, which takes as long as a few steps: so all plans want the
@@ -147,8 +149,12 @@ class Planning:
         if not torch.is_grad_enabled():
             return
         shape: Shape = tuple(tuple(t.shape) for t in tensors_in((args, kwargs)))
+        before = self.current if self.state.recorder.in_step else None
         found, self.classes = find_class(self.classes, shape)
-        self._mixed = self._mixed or (found is not self.current and self.state.recorder.in_step)
+        if before is not None and found is not before:
+            self._mixed = True
+            if before.trace is None and found.serves(before.shape):  # see Note [Shape classes]
+                found.smallest = min(found.smallest, before.elements)
         self.current = found
         if found.paper is None:
             self._observe(found, list(tensors_in((args, kwargs))))

@@ -60,6 +60,7 @@ class ShapeClass:
     trace: Trace | None = None  # None: to be recorded
     timed: int = 0  # steps
     rounds: int = 1  # of its last step
+    smallest: float = inf  # elements of the batches that its steps begin with
     paper: _core.PaperPlan | None = None  # None: to be timed
     plan: StepPlan | None = None  # of `paper`, which makes it anew each time it is asked
     device_peak: int = 0  # frames and PyTorch's memory, as measured under the plan; 0: not yet
@@ -97,7 +98,7 @@ def find_class(classes: list[ShapeClass], shape: Shape) -> tuple[ShapeClass, lis
     elements = ShapeClass(shape).elements
     serving = [c for c in classes if c.trace is not None and c.serves(shape)]
     best = min(serving, key=lambda c: c.elements, default=None)
-    roomy = best is not None and elements < best.elements * SMALL_SHARE
+    roomy = best is not None and elements < min(best.elements * SMALL_SHARE, best.smallest)
     if best is not None and not (roomy and len(classes) < CLASSES_MAX):
         return best, classes
     if known := next((c for c in classes if c.shape == shape), None):
