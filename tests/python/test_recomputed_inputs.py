@@ -47,11 +47,16 @@ def test_inputs_are_freed_behind_the_forward(
     inputs: list[StorageWeakRef] = []
 
     def run(self: Any, x: torch.Tensor) -> torch.Tensor:
-        if torch._C._current_graph_task_id() == -1:
-            inputs.append(StorageWeakRef(x.untyped_storage()))
         return self.outer(self.inner(x).exp().sin()) + x
 
-    model, optimizer, state = make_swapping(recipes(run, 6), "recompute_host")
+    def note(_: nn.Module, args: tuple[torch.Tensor]) -> None:
+        if torch._C._current_graph_task_id() == -1:
+            inputs.append(StorageWeakRef(args[0].untyped_storage()))
+
+    plain = recipes(run, 6)
+    for block in plain.children():
+        block.register_forward_pre_hook(note)
+    model, optimizer, state = make_swapping(plain, "recompute_host")
     given = torch.randn(6, 48)
     model(given).sum().backward()  # the first one copies them, see forwards.py Note [Proof]
     optimizer.zero_grad()
