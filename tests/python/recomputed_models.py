@@ -37,10 +37,11 @@ def compare(make: Callable[[], nn.Module], loop: Loop = steps, **more: Any) -> n
     return model
 
 
-class Counter:
-    """Counts where nothing is put back: not in an attribute of a module."""
+class Counter(nn.Module):
+    """Counts where nothing is put back: in a module that is not below the one that runs."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.runs = 0
 
 
@@ -50,7 +51,7 @@ class Counted(nn.Module):
     def __init__(self, width: int = 48) -> None:
         super().__init__()
         self.inner = nn.Linear(width, width)
-        self.counter = Counter()
+        vars(self)["counter"] = Counter()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.counter.runs += 1

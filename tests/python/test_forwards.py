@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import strata
 import torch
-from recomputed_models import Counted, compare, recompute, recomputed, with_block
+from recomputed_models import Counted, Counter, compare, recompute, recomputed, with_block
 from small_models import (
     MODELS,
     ConvNet,
@@ -251,7 +251,8 @@ def test_second_derivative(core: ModuleType) -> None:
 @pytest.mark.parametrize("when", [0, 1])
 def test_an_exception_in_a_forward(core: ModuleType, when: int) -> None:
     """In the first run, and in the recomputation."""
-    armed = [-1]
+    armed = Counter()
+    armed.runs = -1
 
     class Fragile(nn.Module):
         def __init__(self) -> None:
@@ -260,19 +261,19 @@ def test_an_exception_in_a_forward(core: ModuleType, when: int) -> None:
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             y = torch.tanh(self.inner(x))
-            armed[0] -= 1
-            if armed[0] == -1:
+            armed.runs -= 1
+            if armed.runs == -1:
                 raise KeyError("boom")
             return y * torch.tanh(self.inner(y))
 
     def loop(model: nn.Module, optimizer: Any) -> list[float]:
         losses = steps(model, optimizer, 1)
         if wrapped(model).units[3].activation == "recompute":
-            armed[0] = when
+            armed.runs = when
             with pytest.raises(KeyError, match="boom") as caught:
                 model(torch.randn(3, 48)).sum().backward()
             assert when == 0 or "blocks.2" in caught.value.__notes__[0]
-            armed[0] = -1
+            armed.runs = -1
             optimizer.zero_grad()
         return losses + steps(model, optimizer, 2)
 

@@ -33,9 +33,8 @@ from .arguments import PLAIN_TYPES
 FUNCTION_DEPTH = 2
 REACH_MAX = 100_000  # things: what lies beyond is left alone
 FOREIGN = frozenset(
-    {"builtins", "collections", "contextlib", "enum", "functools", "io", "itertools", "logging"}
-    | {"multiprocessing", "numpy", "queue", "re", "strata", "threading", "torch", "types", "typing"}
-    | {"weakref"}
+    {"builtins", "contextlib", "enum", "functools", "io", "itertools", "logging", "multiprocessing"}
+    | {"numpy", "queue", "re", "strata", "threading", "torch", "typing", "weakref"}
 )
 _NOT_THERE = object()
 
