@@ -207,13 +207,15 @@ class Gradients:
     def refuse_second_use(self) -> None:
         """Raises RuntimeError ahead of a step where plain PyTorch would use a gradient again. Where
         updates run in the backward, a step may follow another to end what was interrupted."""
-        again = self.used if self.on_step else self.used & self._added
-        if again:
-            raise RuntimeError(
-                "step() after step() without zero_grad(): plain PyTorch would use the old gradient "
-                f"of {self.name(min(again))} again, which strata has already used up; call "
-                "optimizer.zero_grad()"
-            )
+        if again := self.used if self.on_step else self.used & self._added:
+            raise self._used_up("step()", "use again", min(again))
+
+    def _used_up(self, call: str, would: str, index: int) -> RuntimeError:
+        return RuntimeError(
+            f"{call} after step() without zero_grad(): plain PyTorch would {would} the old "
+            f"gradient of {self.name(index)}, which strata has already used up; call "
+            "optimizer.zero_grad()"
+        )
 
     def sort_out(self) -> None:
         """What an exception has left behind is cleared up before gradients are looked at."""
@@ -222,12 +224,8 @@ class Gradients:
             state.hooks.reset()
 
     def _there(self, index: int) -> bool:
-        return bool(
-            self._state.steps.landed[index]
-            or index in self._held
-            or index in self._zero
-            or index in self.used
-        )
+        known = index in self._held or index in self._zero or index in self.used
+        return known or bool(self._state.steps.landed[index])
 
     def gather(self, index: int) -> torch.Tensor | None:
         """A float32 copy; None where there is none, or step() has used it."""
@@ -385,22 +383,16 @@ class Gradients:
     # A step ---------------------------------------------------------------------------------------
 
     def land(self, index: int, grad: torch.Tensor) -> bool:
-        """A backward adds to the gradient. True: nothing is left to do, for it is held, or step()
-        has used it up. What is added to one that was used up is dropped: reading it, or stepping
-        ahead of zero_grad(), is refused. Raises RuntimeError where an update would follow."""
+        """A backward adds to the gradient. True: nothing is left to do, for it is held, or was used
+        up: then this is dropped, and reading it, or stepping ahead of zero_grad(), is refused."""
         if index in self.used:
             if self._state.config["update"] == "in_backward":
-                raise RuntimeError(
-                    "backward() after step() without zero_grad(): update='in_backward' would "
-                    f"update {self.name(index)}; call optimizer.zero_grad(), or wrap with "
-                    "update='on_step'"
-                )
+                raise self._used_up("backward()", "add to", index)
             self._added.add(index)
             return True
         self.totals.forget(index)
         if index in self._held:
-            with torch.no_grad():
-                self._held.tensor(index).add_(grad)
+            self._held.tensor(index).detach().add_(grad)
             return True
         self._zero.discard(index)
         return False
