@@ -27,7 +27,7 @@ PageCopy::PageCopy(Device& device, std::span<std::byte> host, std::size_t page_b
       copies_(*device.copies),
       host_(host),
       page_bytes_(page_bytes),
-      pinned_bytes_(copies_.pin_host(host)) {
+      pinned_bytes_(copies_.pin_host(host).bytes) {
   STRATA_ASSERT(host.size() % page_bytes == 0);
   STRATA_ASSERT(pages() >= 2);
   check(memory_.claim(pages(), page_bytes));

@@ -27,18 +27,22 @@ Activations::Activations(PageTable& table, PageCache& cache, Transfers& transfer
       page_bytes_(page_bytes) {}
 
 const Activations::Save& Activations::at(SaveId id) const {
-  STRATA_ASSERT(holds(id));
+  STRATA_ASSERT(lives(id));
   return saves_[static_cast<std::size_t>(id)];
 }
 
 Activations::Save& Activations::at(SaveId id) {
-  STRATA_ASSERT(holds(id));
+  STRATA_ASSERT(lives(id));
   return saves_[static_cast<std::size_t>(id)];
 }
 
-bool Activations::holds(SaveId id) const {
+bool Activations::lives(SaveId id) const {
   const auto which = static_cast<std::size_t>(id);
   return which < saves_.size() && saves_[which].live;
+}
+
+bool Activations::holds(SaveId id) const {
+  return lives(id) && !at(id).stopped;
 }
 
 std::uint32_t Activations::piece_count(const Save& save) {
@@ -185,17 +189,22 @@ void Activations::stop_staging(SaveId id) {
   std::erase(ahead_, id);
 }
 
+void Activations::stop(SaveId id) {
+  at(id).stopped = true;
+  std::erase(queue_, id);
+  stop_staging(id);
+}
+
 void Activations::drop(SaveId id) {
+  // 1. What is not yet in flight never will be.
+  stop(id);
+  // 2. What is in flight arrives.
   Save& save = at(id);
-  // 1. What is in flight arrives.
   if (save.in_flight != 0) {
     transfers_.finish(save.last_copy);
     reap();
   }
   STRATA_ASSERT(save.in_flight == 0);
-  // 2. What is not yet in flight never will be.
-  std::erase(queue_, id);
-  stop_staging(id);
   // 3. Its places are for others.
   if (save.end != nullptr) heap_->deallocate(save.end);
   for (const PageId page : save.pages) spent_.push_back({page, save.tier});

@@ -89,6 +89,11 @@ class Activations final {
   void order(SaveId id, Stream stream);
   // Forgets it, whatever is under way. Afterwards no copy touches the caller's memory.
   void drop(SaveId id);
+  // Before that, for a caller who does not wait here: no copy of it begins any more, and holds()
+  // says no. Then: whether copies are in flight.
+  void stop(SaveId id);
+  bool copying(SaveId id) const { return at(id).in_flight != 0; }
+  CopyTicket last_copy(SaveId id) const { return at(id).last_copy; }  // REQUIRES: copying()
   bool holds(SaveId id) const;
   // What it needs first to be there; none where it is.
   Cause missing(SaveId id) const;
@@ -102,6 +107,7 @@ class Activations final {
   enum class Way : std::uint8_t { out, in };  // off the device, and back
   struct Save {
     bool live = false;
+    bool stopped = false;
     bool saved = false;
     Way way = Way::out;
     Tier tier = Tier::host;
@@ -133,6 +139,7 @@ class Activations final {
   // for these anyway. A copy stream takes twice as many before it makes its caller wait.
   static constexpr std::uint32_t kDemandedMax = 128;
 
+  bool lives(SaveId id) const;
   const Save& at(SaveId id) const;
   Save& at(SaveId id);
   static std::uint32_t piece_count(const Save& save);

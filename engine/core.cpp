@@ -108,7 +108,9 @@ Core::Core(const Config& config, SessionParts parts, Gate& gate, Doorbell& bell)
   prefetcher.limit_frames(base.claims.device_frames);
   for (std::uint32_t u = 0; u < base.layout.units.size(); ++u) {
     if (!base.on_device(UnitId{u})) continue;
-    if (auto error = prefetcher.show_resting(UnitId{u})) throw StrataError(std::move(*error));
+    while (!prefetcher.show_resting(UnitId{u})) {
+      if (frames.failure()) throw StrataError(*frames.failure());
+    }
   }
   gate.set_duties({.turn = [this](int part)
                                STRATA_REQUIRES(core_lock) { return turn(static_cast<Part>(part)); },

@@ -260,21 +260,52 @@ void Foundation::wait_for(Lock& lock, CopyTicket ticket, UnitId unit) {
   }
 }
 
+void Foundation::wait_until_idle(Lock& lock) {
+  gate.wait(lock, [this] { return transfers.idle() && (!lent || lent->idle(tiers.copies())); },
+            {"copies to and from the device"});
+}
+
 bool Foundation::reap_awaited() {
   return std::erase_if(awaited_, [this](CopyTicket t) { return tiers.copies().done(t); }) != 0;
 }
 
-void Foundation::copy_out_now(std::byte* to, FrameId from, PageId page) {
-  const CopyTicket ticket = transfers.copy(Link::download,
-                                           {.device = tiers.device().address(from),
-                                            .host = to,
-                                            .bytes = layout.bytes_in(page),
-                                            .unit = table.unit(page)},
-                                           Requester::elements);
+CopyTicket Foundation::begin_copy_out(std::byte* to, FrameId from, PageId page) {
+  return transfers.copy(Link::download,
+                        {.device = tiers.device().address(from),
+                         .host = to,
+                         .bytes = layout.bytes_in(page),
+                         .unit = table.unit(page)},
+                        Requester::elements);
+}
+
+void Foundation::copy_out(Lock& lock, std::byte* to, FrameId from, PageId page) {
+  const CopyTicket ticket = begin_copy_out(to, from, page);
+  try {
+    gate.wait(lock, [&] { return tiers.copies().done(ticket); },
+              {"a page on the device", table.unit(page)});
+  } catch (...) {
+    outwait(lock, ticket);
+    throw;
+  }
   transfers.finish(ticket);
   transfers.take(Requester::elements);
   heed_failure();
   gate.throw_if_failed();
+}
+
+std::vector<std::byte> Foundation::copied_out(Lock& lock, FrameId from, PageId page) {
+  std::vector<std::byte> bytes;
+  {
+    const Unlocked unlocked(lock);
+    bytes.resize(layout.page_bytes);
+  }
+  copy_out(lock, bytes.data(), from, page);
+  return bytes;
+}
+
+void Foundation::outwait(Lock& lock, CopyTicket ticket) {
+  gate.outwait(lock, [&] { return tiers.copies().done(ticket); });
+  transfers.finish(ticket);
 }
 
 void Foundation::heed_failure() {

@@ -109,13 +109,19 @@ struct Foundation final {
   void note_write();
   // Waits for work on the device, of the unit, while others go on.
   void wait_for(Lock& lock, CopyTicket ticket, UnitId unit) STRATA_REQUIRES(core_lock);
-  // Copies a page out of the device, and waits for it without giving up the lock: a throw would
-  // leave the copy without its memory.
-  void copy_out_now(std::byte* to, FrameId from, PageId page) STRATA_REQUIRES(core_lock);
-  // Waits for what is copied to frames that are lent: idle transfers do not count it.
-  void finish_lending() const {
-    if (lent) lent->finish(tiers.copies());
-  }
+  // Copies a page out of the device. Returns, or throws, when nothing is copied to `to` any more.
+  // REQUIRES: the frame stays meanwhile, while others go on.
+  void copy_out(Lock& lock, std::byte* to, FrameId from, PageId page) STRATA_REQUIRES(core_lock);
+  // The same, to memory of its own.
+  std::vector<std::byte> copied_out(Lock& lock, FrameId from, PageId page)
+      STRATA_REQUIRES(core_lock);
+  // Begins such a copy.
+  CopyTicket begin_copy_out(std::byte* to, FrameId from, PageId page);
+  // The copy is over, whatever has failed: see Gate::outwait().
+  void outwait(Lock& lock, CopyTicket ticket) STRATA_REQUIRES(core_lock);
+  // Waits until nothing is copied, not even to frames that are lent: idle transfers do not count
+  // it.
+  void wait_until_idle(Lock& lock) STRATA_REQUIRES(core_lock);
   // The session ends where a transfer has failed.
   void heed_failure() STRATA_REQUIRES(core_lock);
   // True when work that somebody waits for is over. Part of every turn.

@@ -2,6 +2,7 @@
 
 #include <exception>
 #include <new>
+#include <thread>
 
 #include "memory/check.hpp"
 
@@ -11,6 +12,8 @@ namespace {
 // See Note [Stuck].
 constexpr auto kStuckAfter = std::chrono::minutes(2);
 constexpr int kLooksMaxVirtual = 100'000;
+// Of what ends soon: copies, also where nobody takes turns any more.
+constexpr auto kOutwaitPeriod = std::chrono::microseconds(50);
 
 }  // namespace
 
@@ -137,6 +140,17 @@ void Gate::wait(Lock& lock, const std::function<bool()>& ready, const Awaited& a
     fail(duties_.stuck(awaited, std::to_string(options_.looks_max) + " looks in a row, " +
                                     std::to_string(options_.look_period.count()) + " ms apart"));
     throw_if_failed();
+  }
+}
+
+void Gate::outwait(Lock& lock, const std::function<bool()>& over) {
+  while (!over()) {
+    if (options_.idle) {
+      options_.idle();
+    } else {
+      const Unlocked unlocked(lock);
+      std::this_thread::sleep_for(kOutwaitPeriod);
+    }
   }
 }
 

@@ -103,6 +103,9 @@ class Gate final {
   // yes: it may act when it succeeds. Throws StrataError when the session has failed or is closed.
   void wait(Lock& lock, const std::function<bool()>& ready, const Awaited& awaited = {})
       STRATA_REQUIRES(core_lock);
+  // The same where nothing may be left behind, as for a copy whose memory goes: it never throws,
+  // not even once the session has failed or is closed, and takes no turns.
+  void outwait(Lock& lock, const std::function<bool()>& over) STRATA_REQUIRES(core_lock);
   // Takes turns until nothing moves, for the pump, and gives the lock up between their parts.
   void take_turns(Lock& lock) STRATA_REQUIRES(core_lock);
   // One turn, for who asks whether something has happened.

@@ -5,7 +5,7 @@
 //
 //   const GradientCopy copy = copies.ask(place, from, bytes, made, unit);
 //   copies.wait(lock, copy, unit);                      // others go on meanwhile
-//   copies.finish(copy);                                // nobody does
+//   copies.finish(lock, copy);                          // the same, whatever has failed
 #pragma once
 
 #include <cstddef>
@@ -30,7 +30,9 @@ class GradientCopies final {
   GradientCopy ask(std::byte* to, const std::byte* from, std::size_t bytes, CopyTicket after,
                    UnitId unit);
   void wait(Lock& lock, const GradientCopy& copy, UnitId unit) STRATA_REQUIRES(core_lock);
-  void finish(const GradientCopy& copy) { base_.transfers.finish(copy.ticket); }
+  void finish(Lock& lock, const GradientCopy& copy) STRATA_REQUIRES(core_lock) {
+    base_.outwait(lock, copy.ticket);
+  }
 
   // Takes note of copies that are over. Part of every turn.
   bool turn();

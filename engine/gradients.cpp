@@ -231,11 +231,13 @@ void Gradients::read_piece(Lock& lock, std::uint32_t param, const Piece& piece, 
   const PageId page = base_.page_of(chunk, Role::grad, piece.in_chunk);
   const std::size_t at = base_.byte_in_page(chunk, Role::grad, piece.in_chunk);
   if (base_.on_device(chunk)) {
-    std::vector<std::byte> bytes(base_.layout.page_bytes);
-    base_.copy_out_now(bytes.data(), base_.table.placement(page).device_frame(), page);
+    const auto bytes = base_.copied_out(lock, base_.table.placement(page).device_frame(), page);
+    const Unlocked unlocked(lock);
     return copy(bytes.data() + at);
   }
-  copy(base_.open(lock, page, Intent::read).bytes() + at);
+  const Pin pin = base_.open(lock, page, Intent::read);
+  const Unlocked unlocked(lock);
+  copy(pin.bytes() + at);
 }
 
 double Gradients::sum_squares(std::uint32_t param) const {

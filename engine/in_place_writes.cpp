@@ -87,6 +87,7 @@ void InPlaceWrites::take_chunk(Lock& lock, std::uint32_t id, std::span<const Pie
     there.close();
     pin = base_.open(lock, page, Intent::read);
     if (const auto kept = before_.find(page); kept != before_.end()) {
+      const Unlocked unlocked(lock);  // it stays: the unit is entered
       before = kept->second;
       std::memcpy(kept->second.data(), pin.bytes(), before.size());
     }
@@ -96,7 +97,7 @@ void InPlaceWrites::take_chunk(Lock& lock, std::uint32_t id, std::span<const Pie
       const Unlocked unlocked(lock);
       before.assign(pin.bytes(), pin.bytes() + base_.layout.page_bytes);
     }
-    base_.copy_out_now(pin.bytes(), prefetcher_.frame_of(page), page);
+    base_.copy_out(lock, pin.bytes(), prefetcher_.frame_of(page), page);
   }
   // 2. What the master holds beyond them.
   for (const Piece& piece : pieces) keep_masters(lock, piece, pin.bytes(), before);
@@ -175,17 +176,24 @@ void InPlaceWrites::await_captured(Lock& lock, UnitId unit) {
                   {"a snapshot of", unit});
 }
 
-void InPlaceWrites::begin_visit(UnitId unit) {
+void InPlaceWrites::begin_visit(Lock& lock, UnitId unit) {
   if (!base_.on_device(unit)) return;
   if (!may_write(unit)) return;
+  struct Begins {
+    InPlaceWrites& of;
+    UnitId unit;
+    ~Begins() {
+      std::erase(of.beginning_, unit);
+      of.base_.gate.notify();
+    }
+  } const begins{.of = *this, .unit = unit};
+  beginning_.push_back(unit);
   for (const std::uint32_t id : base_.layout.units[index(unit)].chunks) {
     const Chunk& chunk = base_.layout.chunks[id];
     const Segment& segment = base_.layout.segments[chunk.segment];
     if (!segment.trainable || segment.dtype != Dtype::bfloat16) continue;
     const PageId page = chunk.run(Role::param).first;
-    std::vector<std::byte>& bytes = before_[page];
-    bytes.resize(base_.layout.page_bytes);
-    base_.copy_out_now(bytes.data(), base_.table.placement(page).device_frame(), page);
+    before_[page] = base_.copied_out(lock, base_.table.placement(page).device_frame(), page);
   }
 }
 

@@ -3,7 +3,7 @@
 //
 // Threads: one caller at a time (the core's lock).
 //
-//   writes.begin_visit(unit);                            // the unit is entered
+//   writes.begin_visit(lock, unit);                      // the unit is entered
 //   writes.take(lock, param, stream);                    // the user has written it
 //   writes.end_visit(unit);                              // nobody is in it any more
 //
@@ -29,6 +29,7 @@
 //     there, there will be no snapshot, and who waits for it is told.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <map>
 #include <span>
@@ -51,8 +52,9 @@ class InPlaceWrites final {
 
   // Waits until no snapshot needs what a visit of the unit may write.
   void await_captured(Lock& lock, UnitId unit) STRATA_REQUIRES(core_lock);
-  // The first user of the unit comes; the last one has left.
-  void begin_visit(UnitId unit) STRATA_REQUIRES(core_lock);
+  // The first user of the unit has come; others wait while it begins. The last one has left.
+  void begin_visit(Lock& lock, UnitId unit) STRATA_REQUIRES(core_lock);
+  bool begins(UnitId unit) const { return std::ranges::count(beginning_, unit) != 0; }
   void end_visit(UnitId unit);
   // From here on only units that were written, or announced, are expected to be written.
   void end_step() { first_step_ = false; }
@@ -88,6 +90,7 @@ class InPlaceWrites final {
   // where it rests on the device and may be written.
   std::map<PageId, std::uint64_t> taken_version_;
   std::map<PageId, std::vector<std::byte>> before_;
+  std::vector<UnitId> beginning_;  // visits, of units
 };
 
 }  // namespace strata

@@ -85,15 +85,15 @@ Landing::Course::Course(Landing& landing, const IncomingGradient& gradient)
 
 class Landing::Course::Buffers final {
  public:
-  Buffers(Course& course, Lock& lock) STRATA_REQUIRES(core_lock) : course_(course) {
+  Buffers(Course& course, Lock& lock) STRATA_REQUIRES(core_lock) : course_(course), lock_(lock) {
     const auto taken = [this] { return !std::exchange(course_.landing_.buffers_taken_, true); };
     course_.base_.gate.wait(lock, taken,
                             {"another gradient to land, before one", course_.gradient_.unit});
   }
   ~Buffers() {
     // Done already, unless an exception is on its way. Copies end in order, and so do kernels.
-    course_.copies().finish(course_.last_copied_);
-    course_.engine().wait(course_.last_summed_);
+    course_.copies().finish(lock_, course_.last_copied_);
+    course_.base_.outwait(lock_, course_.last_summed_);
     course_.landing_.buffers_taken_ = false;
     course_.base_.gate.notify();
   }
@@ -102,6 +102,7 @@ class Landing::Course::Buffers final {
 
  private:
   Course& course_;
+  Lock& lock_;
 };
 
 ExactSum Landing::land(Lock& lock, const IncomingGradient& gradient) {

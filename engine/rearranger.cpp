@@ -1,6 +1,7 @@
 #include "engine/rearranger.hpp"
 
 #include <algorithm>
+#include <array>
 #include <utility>
 
 #include "memory/check.hpp"
@@ -141,7 +142,7 @@ void Rearranger::adopt(Lock& lock, const Adoption& adoption) {
     wait_until_moved(lock);
     parts_.prefetcher.limit_frames(change.frames);
     if (change.then) arrange(lock, *change.then);
-    release_frames();
+    release_frames(lock);
   }
   // 4. The frames of those that move are planned for what there is.
   if (change.step) parts_.planner.follow(std::move(*change.step));
@@ -174,16 +175,41 @@ void Rearranger::make_room(Lock& lock, const Change& change) {
   STRATA_ASSERT(!change.rearranges() || parts_.swapping.saves().empty());
   STRATA_ASSERT(change.claims.host_frames >= base_.claims.host_frames);
   STRATA_ASSERT(change.claims.slots >= base_.claims.slots);
-  const std::uint32_t frames = base_.tiers.device_frames();
-  const Slab& slab = base_.tiers.slab();
-  const std::size_t claimed = slab.bytes().size();
-  base_.finish_lending();
-  base_.tiers.grow(change.claims, std::max(frames, change.frames + change.claims.rest_frames));
-  if (base_.peers && slab.bytes().size() != claimed) {
-    base_.peers->send_near({.kind = PeerMessage::Kind::grown, .at = slab.bytes().size()});
+  Tiers& tiers = base_.tiers;
+  const std::uint32_t frames = change.frames + change.claims.rest_frames;
+  const std::array had{tiers.store(Tier::ssd), tiers.store(Tier::far)};
+  Tiers::Growth growth = tiers.begin_growth(change.claims, std::max(tiers.device_frames(), frames));
+  try {
+    const Unlocked unlocked(lock);
+    tiers.claim(growth);
+  } catch (...) {
+    tiers.give_up_growth();
+    throw;
   }
-  parts_.frames.forget_mappings(FrameId{frames});
+  const std::span<std::byte> more = tiers.end_growth(std::move(growth));
   base_.connect_stores();
+  if (more.empty()) return;
+  if (base_.peers) {
+    const std::size_t bytes = tiers.slab().bytes().size();
+    base_.peers->send_near({.kind = PeerMessage::Kind::grown, .at = bytes});
+  }
+  for (Store* const store : had) {
+    if (store != nullptr) register_memory(lock, *store, more);
+  }
+}
+
+// With a store that there was before. Where the wait throws, requests work as well, slower.
+void Rearranger::register_memory(Lock& lock, Store& store, std::span<std::byte> memory) {
+  base_.gate.wait(lock, [&store] { return store.in_flight() == 0; },
+                  {"the SSD before more memory is registered"});
+  std::optional<Error> refused;
+  {
+    const Store::Pause pause(store);
+    const Unlocked unlocked(lock);
+    refused = store.register_memory(memory);
+  }
+  store.warn(refused);
+  base_.bell.ring();  // for what waits for the store
 }
 
 void Rearranger::wait_until_still(Lock& lock) {
@@ -228,19 +254,16 @@ void Rearranger::wait_until_moved(Lock& lock) {
       lock, [&] { return parts_.prefetcher.still() && base_.transfers.idle(); }, kMoves);
 }
 
-// Frames behind the last one in use go back. The session ends where the device keeps them: what is
-// adopted can no longer be refused.
-void Rearranger::release_frames() {
+// Frames behind the last one in use go back.
+void Rearranger::release_frames(Lock& lock) {
+  base_.wait_until_idle(lock);
   const std::uint32_t before = base_.tiers.device_frames(), needed = frames_needed();
   STRATA_ASSERT(needed <= before);
-  base_.finish_lending();
-  try {
-    base_.tiers.resize_device(needed);
-  } catch (const StrataError& error) {
-    base_.gate.fail(error.error());
-    throw;
-  }
-  if (needed != before) parts_.frames.forget_mappings(FrameId{needed});
+  if (needed == before) return;
+  base_.tiers.set_device_frames(needed);
+  parts_.frames.forget_mappings(FrameId{needed});
+  const Unlocked unlocked(lock);
+  base_.tiers.give_back_device_memory();
 }
 
 // REQUIRES: make_room() for it.
@@ -270,7 +293,7 @@ std::vector<FrameId> Rearranger::free_frames(std::size_t count) const {
   return frames;
 }
 
-// All pages of the unit get frames of the device, and its view shows its parameters there.
+// All pages of the unit get frames of the device.
 void Rearranger::begin_resting(UnitId unit, std::vector<Move>& moves) {
   std::vector<PageId> pages;
   for (std::uint32_t i = 0; i < base_.layout.page_count; ++i) {
@@ -284,9 +307,15 @@ void Rearranger::begin_resting(UnitId unit, std::vector<Move>& moves) {
     moves.push_back({pages[i], from, Tier::device});
     base_.cache.retarget(pages[i], frames[i]);
   }
-  if (auto error = parts_.prefetcher.show_resting(unit)) {
-    base_.gate.fail(std::move(*error));
+}
+
+// Its view shows its parameters there. Nobody uses it meanwhile.
+void Rearranger::show_resting(Lock& lock, UnitId unit) {
+  for (bool all = false; !all;) {
+    all = parts_.prefetcher.show_resting(unit);
+    if (const auto& error = parts_.frames.failure()) base_.gate.fail(*error);
     base_.gate.throw_if_failed();
+    const Unlocked unlocked(lock);  // others may come in
   }
 }
 
@@ -327,6 +356,7 @@ void Rearranger::move_pages(Lock& lock, const Residence& then) {
   base_.gate.wait(
       lock, [&] { return returned(then); }, kMoves);
   std::vector<Move> moves, late;
+  std::vector<UnitId> coming;  // to the device
   // 1. Everybody knows where pages rest, and how large the staging area will be.
   for (std::uint32_t i = 0; i < base_.layout.page_count; ++i) {
     const Placement& from = base_.table.placement(PageId{i});
@@ -335,11 +365,14 @@ void Rearranger::move_pages(Lock& lock, const Residence& then) {
     (begin_move(move) ? moves : late).push_back(move);
   }
   for (std::uint32_t u = 0; u < then.on_device.size(); ++u) {
-    if (then.on_device[u] && !base_.on_device(UnitId{u})) begin_resting(UnitId{u}, moves);
+    if (!then.on_device[u] || base_.on_device(UnitId{u})) continue;
+    begin_resting(UnitId{u}, moves);
+    coming.push_back(UnitId{u});
   }
   base_.claims = then;
   const StagingShares shares = share_staging(base_.claims);
   parts_.loads.set_max(shares.fetches);
+  for (const UnitId unit : coming) show_resting(lock, unit);
   // 2. They get there.
   for (std::size_t next = 0; next < moves.size(); ++next) {
     const Move move = moves[next];

@@ -12,11 +12,13 @@
 // its frame, which joins the staging area, until the page is where it rests; only then is the frame
 // free for somebody else. A page that comes keeps the staging frame that it came into. Units leave
 // the device before others come to it; frames of the device that are not used then go back last.
-// Other threads may use the pages all the while: they are where the page table says.
+// Other threads may use the pages all the while: they are where the page table says. What is
+// claimed is claimed without the lock: engine/tiers.hpp, Note [Claims in steps].
 #pragma once
 
 #include <cstdint>
 #include <optional>
+#include <span>
 #include <vector>
 
 #include "engine/adoption.hpp"
@@ -88,13 +90,16 @@ class Rearranger final {
   Trace step_of(const std::vector<Use>& uses) const;
   void make_room_or_go_on(Lock& lock, const Change& change) STRATA_REQUIRES(core_lock);
   void make_room(Lock& lock, const Change& change) STRATA_REQUIRES(core_lock);
+  void register_memory(Lock& lock, Store& store, std::span<std::byte> memory)
+      STRATA_REQUIRES(core_lock);
   void wait_until_moved(Lock& lock) STRATA_REQUIRES(core_lock);
   std::uint32_t frames_left(const Residence& home, std::uint32_t wanted) const;
   std::uint32_t frames_needed() const;
-  void release_frames();
+  void release_frames(Lock& lock) STRATA_REQUIRES(core_lock);
   void arrange(Lock& lock, const Residence& then) STRATA_REQUIRES(core_lock);
   std::vector<FrameId> free_frames(std::size_t count) const;
   void begin_resting(UnitId unit, std::vector<Move>& moves) STRATA_REQUIRES(core_lock);
+  void show_resting(Lock& lock, UnitId unit) STRATA_REQUIRES(core_lock);
   bool returned(const Residence& then);
   bool begin_move(const Move& move);
   bool end_move(const Move& move);

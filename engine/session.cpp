@@ -170,8 +170,11 @@ bool Session::await_activation(SaveId id, Stream stream) {
 }
 
 void Session::drop_activation(SaveId id) {
-  const Lock lock(gate_.mutex(), gate_.meter());
-  if (!gate_.closed()) core_->swapping.drop(id);
+  try {
+    Gate::Call in(gate_, Gate::Enters::failed_too);
+    core_->swapping.drop(in.lock(), id);
+  } catch (const StrataError&) {  // the session is closed
+  }
 }
 
 void Session::land_gradient(std::uint32_t param, const void* from, Dtype dtype, Stream stream) {

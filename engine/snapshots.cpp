@@ -312,6 +312,7 @@ void Snapshots::abandon() {
   let_go(std::exchange(now_, {}));
   frames_.clear();
   if (scales_ != nullptr) std::exchange(scales_, nullptr)->taken = false;
+  for (Scratch& scratch : scratch_) scratch.gathers.reset();
   failed_.emplace(now_id_, std::move(*std::exchange(doomed_, std::nullopt)));
   start_next();
 }

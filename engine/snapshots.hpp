@@ -27,18 +27,21 @@
 // while all ranks have stopped to add them up, and what a rank keeps are the sums that it owns.
 //
 // Note [Pace]
-// A turn looks at a bounded number of chunks, so that the lock is never held in proportion to the
-// model. Owed pages are written a few at a time; a few more for chunks that somebody waits for.
-// Where every slot is taken and the owner of an older snapshot is about to drop it, they wait for
-// that; else there will be no snapshot.
+// A turn looks at a bounded number of chunks, and gathers a bounded number of bytes of each, so
+// that the lock is never held in proportion to the model, or to a page. Owed pages are written a
+// few at a time; a few more for chunks that somebody waits for. Where every slot is taken and the
+// owner of an older snapshot is about to drop it, they wait for that; else there will be no
+// snapshot.
 #pragma once
 
 #include <cstdint>
 #include <deque>
 #include <map>
+#include <memory>
 #include <optional>
 #include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "engine/captures.hpp"
@@ -54,6 +57,10 @@ class Snapshots final {
  public:
   Snapshots(Foundation& base, Captures& captures, Updates& updates, Gradients& gradients,
             SnapshotRoom& room);
+  // Waits for what is copied to memory of its own.
+  ~Snapshots();
+  Snapshots(const Snapshots&) = delete;
+  Snapshots& operator=(const Snapshots&) = delete;
 
   // Slots that so many complete snapshots take beside one that begins, and beside where pages rest.
   std::uint64_t slots_for(std::uint32_t keep, bool gradients) const;
@@ -92,9 +99,13 @@ class Snapshots final {
   };
   // A page of memory of our own.
   struct Scratch {
-    std::vector<std::byte> memory;
+    std::unique_ptr<std::byte[]> memory;
     std::byte* bytes = nullptr;
-    bool taken = false;
+    bool taken = false;  // it is filled, or being written
+    // What is being gathered there, by chunk and number: so many bytes so far, behind this copy.
+    std::optional<std::pair<std::uint32_t, std::uint32_t>> gathers;
+    std::size_t gathered = 0;
+    CopyTicket copy{};
   };
   // What is on its way to its slot.
   struct Saving {
@@ -136,11 +147,15 @@ class Snapshots final {
   Taken take_gradient(std::uint32_t chunk, const Runs& runs, std::uint32_t number,
                       std::size_t saves_max) STRATA_REQUIRES(core_lock);
   bool lies_in_page(std::uint32_t chunk, const Runs& runs, PageId page) const;
-  const std::byte* gather(std::uint32_t chunk, const Runs& runs, std::uint32_t number,
-                          Scratch& scratch) STRATA_REQUIRES(core_lock);
+  bool is_lent(std::uint32_t chunk, const Runs& runs) const;
+  bool gather(std::uint32_t chunk, const Runs& runs, std::uint32_t number, Scratch& scratch)
+      STRATA_REQUIRES(core_lock);
+  bool gather_own(std::uint32_t chunk, std::uint32_t number, std::size_t bytes, Scratch& scratch)
+      STRATA_REQUIRES(core_lock);
   bool save_bytes(std::span<const std::byte> from, std::uint32_t chunk, Saving saving,
                   std::size_t saves_max);
   Scratch* free_scratch();
+  Scratch* scratch_for(std::uint32_t chunk, std::uint32_t number);
   bool keep_scales(std::uint32_t chunk);
   bool flush_scales();
 

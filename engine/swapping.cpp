@@ -82,8 +82,16 @@ bool Swapping::await(Lock& lock, SaveId id, Stream stream) {
   return saves_.fetched(id);
 }
 
-void Swapping::drop(SaveId id) {
+void Swapping::drop(Lock& lock, SaveId id) {
   if (!saves_.holds(id)) return;
+  saves_.stop(id);
+  try {
+    base_.gate.wait(lock, [&] { return !saves_.copying(id); },
+                    {"copies of an activation", saves_.unit_of(id)});
+  } catch (const StrataError&) {
+    // The session has ended, and the caller's memory goes all the same.
+    if (saves_.copying(id)) base_.outwait(lock, saves_.last_copy(id));
+  }
   saves_.drop(id);
   start_copies();
 }

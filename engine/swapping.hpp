@@ -6,7 +6,7 @@
 //   swapping.saved(lock, *id, true);                     // now the device's memory may go
 //   swapping.fetch(*id, data, stream);
 //   swapping.await(lock, *id, stream);                   // what the stream computes sees the bytes
-//   swapping.drop(*id);
+//   swapping.drop(lock, *id);
 //
 // Note [Bytes in order]
 // A GPU's streams run behind the caller, who submits work that is to come: what must wait for a
@@ -56,8 +56,9 @@ class Swapping final {
   // [Bytes in order]. Where the processor reaches the device's memory it waits for them. True: they
   // are there already.
   bool await(Lock& lock, SaveId id, Stream stream) STRATA_REQUIRES(core_lock);
-  // Nothing happens where nothing is saved by that number.
-  void drop(SaveId id) STRATA_REQUIRES(core_lock);
+  // Returns when no copy touches the caller's memory any more. Nothing happens where nothing is
+  // saved by that number.
+  void drop(Lock& lock, SaveId id) STRATA_REQUIRES(core_lock);
 
   // Between two steps: what is saved has no page and no slot; it has what is claimed for it.
   // REQUIRES of the first: saves().vacate() said yes.

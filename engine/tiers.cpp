@@ -44,9 +44,10 @@ Tiers::Tiers(const Config& config, const Residence& home, TierParts parts, Doorb
   STRATA_ASSERT(device().reachable() ||
                 (compute() != nullptr && home.landing_frames + home.outbox_frames != 0));
   if (auto error = device().claim(device_frames_, page_bytes_)) throw StrataError(*error);
-  pin(slab_.bytes().size());
+  const Pinned pinned = pin();
+  pinned_ = pinned.bytes;
   check_resting(home);
-  check_pinned(home);
+  check_pinned(home, pinned);
   claim_slots(home.slots + home.kept_slots);
   if (parts.far.slots == 0) return;
   stores_[static_cast<std::size_t>(Tier::far)] =
@@ -71,7 +72,7 @@ std::uint32_t Tiers::slots_beyond(std::uint32_t slots) const {
 }
 
 Tiers::SlotGrowth Tiers::begin_growth(std::uint32_t slots) {
-  opening_ = store(Tier::ssd) == nullptr;
+  opening_ = slots != 0 && store(Tier::ssd) == nullptr;
   return {.slots = slots, .made = nullptr, .io_engine_why = {}};
 }
 
@@ -85,6 +86,7 @@ void Tiers::grow_files(SlotGrowth& growth) {
 
 void Tiers::end_growth(SlotGrowth growth) {
   opening_ = false;
+  if (growth.slots == 0) return;
   if (growth.made) {
     stores_[static_cast<std::size_t>(Tier::ssd)] = std::move(growth.made);
     io_engine_why_ = std::move(growth.io_engine_why);
@@ -116,7 +118,7 @@ void Tiers::change_files(SavedFiles saved) {
   } else {
     ssd = std::make_unique<Store>(store_options(config_.ssd_paths, 1),
                                   take_io_engine(&io_engine_why_), std::move(saved), bell_);
-    ssd->register_memory(slab_.bytes());
+    ssd->warn(ssd->register_memory(slab_.bytes()));
   }
 }
 
@@ -135,7 +137,7 @@ std::unique_ptr<Store> Tiers::make_store(std::unique_ptr<IoEngine> engine,
                                          std::vector<std::string> paths, std::uint32_t slots) {
   auto store =
       std::make_unique<Store>(store_options(std::move(paths), slots), std::move(engine), bell_);
-  store->register_memory(slab_.bytes());
+  store->warn(store->register_memory(slab_.claimed()));
   return store;
 }
 
@@ -148,8 +150,8 @@ std::optional<Placement> Tiers::acquire_slot() {
 }
 
 // The first bytes of host memory, as many as the system lets.
-void Tiers::pin(std::size_t host_bytes) {
-  pinned_ = copies().pin_host(slab_.bytes().first(host_bytes));
+Pinned Tiers::pin() {
+  return copies().pin_host(slab_.claimed());
 }
 
 bool Tiers::pinned(const std::byte* at, std::size_t bytes) const {
@@ -157,42 +159,51 @@ bool Tiers::pinned(const std::byte* at, std::size_t bytes) const {
 }
 
 std::optional<Error> Tiers::pin_others(std::uint32_t rank, std::span<const std::byte> memory) {
-  const std::size_t pinned = copies().pin_others(memory);
-  if (device().reachable() || !codes_ || pinned >= memory.size()) return std::nullopt;
+  const Pinned pinned = copies().pin_others(memory);
+  if (device().reachable() || !codes_ || pinned.bytes >= memory.size()) return std::nullopt;
   return Error{
       .fault = Fault::config,
       .what = codes_come_by("the memory of rank " + std::to_string(rank), pinned, memory.size()) +
               ", or take frozen=\"as-is\""};
 }
 
-void Tiers::resize_device(std::uint32_t frames) {
-  if (frames == device_frames_) return;
-  if (auto error = device().resize(frames)) throw StrataError(std::move(*error));
+void Tiers::set_device_frames(std::uint32_t frames) {
+  device().set_frames(frames);
   device_frames_ = frames;
 }
 
-void Tiers::grow(const Claims& then, std::uint32_t device_frames) {
-  const std::size_t before = slab_.bytes().size();
-  const std::uint32_t device_before = device_frames_;
-  slab_.resize(then.host_frames * page_bytes_);
+Tiers::Growth Tiers::begin_growth(const Claims& then, std::uint32_t device_frames) {
+  STRATA_ASSERT(then.host_frames >= host_.capacity() && device_frames >= device_frames_);
+  return {.then = then,
+          .device_frames = device_frames,
+          .pinned = {},
+          .slots = begin_growth(then.slots + then.kept_slots)};
+}
+
+void Tiers::claim(Growth& growth) {
   try {
-    pin(slab_.bytes().size());
-    check_pinned(then);
-    resize_device(device_frames);
-    Store* const ssd = store(Tier::ssd);  // one that is made has all of host memory
-    claim_slots(then.slots + then.kept_slots);
-    for (Store* const had : {ssd, store(Tier::far)}) {
-      const std::span<std::byte> more = slab_.bytes().subspan(before);
-      if (had != nullptr && !more.empty()) had->register_memory(more);
-    }
+    slab_.claim(growth.then.host_frames * page_bytes_);
+    growth.pinned = pin();
+    check_pinned(growth.then, growth.pinned);
+    if (auto error = device().claim_memory(growth.device_frames)) throw StrataError(*error);
+    if (growth.slots.slots != 0) grow_files(growth.slots);
   } catch (...) {
-    give_up_growth();
-    resize_device(device_before);
-    pin(before);
-    slab_.resize(before);
+    growth.slots.made.reset();  // it may have registered what goes
+    device().give_back_memory();
+    copies().pin_host(slab_.bytes());
+    slab_.give_up();
     throw;
   }
-  host_.grow(then.host_frames - host_.capacity());
+}
+
+std::span<std::byte> Tiers::end_growth(Growth growth) {
+  const std::size_t before = slab_.bytes().size();
+  slab_.extend();
+  pinned_ = growth.pinned.bytes;
+  set_device_frames(growth.device_frames);
+  end_growth(std::move(growth.slots));
+  host_.grow(growth.then.host_frames - host_.capacity());
+  return slab_.bytes().subspan(before);
 }
 
 void Tiers::check_kept(const Claims& now, std::uint64_t slots) const {
@@ -230,36 +241,36 @@ void Tiers::check_resting(const Residence& then) const {
 }
 
 // A page of codes may be in any frame of host memory when its values are computed.
-void Tiers::check_codes() const {
-  const std::size_t bytes = slab_.bytes().size();
+void Tiers::check_codes(const Pinned& pinned) const {
+  const std::size_t bytes = slab_.claimed().size();
   if (!compute()->reaches_host()) {
     refuse("frozen= needs the kernels of " + device().description() +
            " to reach host memory, where codes come by: they do not; take frozen=\"as-is\"");
   }
-  if (pinned_ >= bytes) return;
-  refuse(codes_come_by("host memory", pinned_, bytes) +
-         ", or pass memory={\"host\": " + std::to_string(pinned_) + "}");
+  if (pinned.bytes >= bytes) return;
+  refuse(codes_come_by("host memory", pinned, bytes) +
+         ", or pass memory={\"host\": " + std::to_string(pinned.bytes) + "}");
 }
 
-std::string Tiers::codes_come_by(const std::string& where, std::size_t pinned,
+std::string Tiers::codes_come_by(const std::string& where, const Pinned& pinned,
                                  std::size_t bytes) const {
   return "frozen= needs the kernels of " + device().description() + " to reach " + where +
-         ", where codes come by: of " + bytes_text(bytes) + " " + bytes_text(pinned) +
-         " could be pinned (the driver: " + copies().why_not_pinned() +
+         ", where codes come by: of " + bytes_text(bytes) + " " + bytes_text(pinned.bytes) +
+         " could be pinned (the driver: " + pinned.why_not +
          "); raise the limit of locked memory (ulimit -l)";
 }
 
 // Likewise. Kernels reach pinned host memory by its own address: the sums of what lands, scales of
 // moments, and gradients without pages, which may be in any frame.
-void Tiers::check_pinned(const Claims& then) const {
+void Tiers::check_pinned(const Claims& then, const Pinned& pinned) const {
   if (device().reachable()) return;
-  if (codes_) check_codes();
+  if (codes_) check_codes(pinned);
   if (then.rest_frames == 0) return;
   const std::size_t first = std::size_t{then.scale_frames} + then.landing_frames;
-  const std::size_t needed = grad_pages_ ? first * page_bytes_ : slab_.bytes().size();
-  if (pinned_ >= needed) return;
+  const std::size_t needed = grad_pages_ ? first * page_bytes_ : slab_.claimed().size();
+  if (pinned.bytes >= needed) return;
   refuse("units cannot rest on " + device().description() + ": its kernels would use " +
-         bytes_text(needed) + " of host memory, of which " + bytes_text(pinned_) +
+         bytes_text(needed) + " of host memory, of which " + bytes_text(pinned.bytes) +
          " could be pinned; raise the limit of locked memory (ulimit -l)" +
          (grad_pages_ ? "" : ", or take update=\"on_step\", which needs little of it"));
 }

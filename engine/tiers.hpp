@@ -1,11 +1,20 @@
 // Tiers: what a session has claimed of host memory, of the device and of the SSD, in the order in
 // which each needs the one before. It grows and shrinks between steps, all or nothing.
 //
-// Threads: one caller at a time (the core's lock).
+// Threads: one caller at a time (the core's lock), but for the steps that say that they need none.
 //
 //   Tiers tiers(config, home, std::move(parts), &bell);        // throws StrataError
-//   tiers.resize_device(frames);
-//   tiers.grow(claims_of_then);
+//   Tiers::Growth growth = tiers.begin_growth(claims_of_then, device_frames);
+//   { const Unlocked unlocked(lock); tiers.claim(growth); }    // throws StrataError
+//   tiers.end_growth(std::move(growth));
+//
+// Note [Claims in steps]
+// Memory is cleared by the kernel, pinned by a driver and registered with an engine, files are
+// lengthened: seconds for 100 GiB. Nobody is to stand still for that long, so it is done without
+// the lock, and nobody sees it before it is done: others use what there was. The steps before and
+// behind it, with the lock, take no time that grows with the bytes. What shrinks goes the other
+// way: first nobody has it any more, then it is given back. Who claims keeps others from claiming
+// meanwhile (BetweenSteps).
 #pragma once
 
 #include <algorithm>
@@ -90,26 +99,35 @@ class Tiers final {
   // not all of it is pinned.
   std::optional<Error> pin_others(std::uint32_t rank, std::span<const std::byte> memory);
 
-  // Throws StrataError, and changes nothing, where the device has not so many. REQUIRES: nothing
-  // moves; who maps views forgets those of frames that went or came.
-  void resize_device(std::uint32_t frames);
-  // Claims what `then` needs beyond what there is: host memory, `device_frames`, and slots. Throws
-  // StrataError, and changes nothing. REQUIRES: nothing moves.
-  void grow(const Claims& then, std::uint32_t device_frames);
+  // What `then` needs beyond what there is: host memory, `device_frames`, and slots. The second
+  // step needs no lock. It throws StrataError, and then nothing has changed. See Note [Claims in
+  // steps]. REQUIRES: nobody else claims anything meanwhile.
+  struct SlotGrowth {
+    std::uint32_t slots = 0;      // in all
+    std::unique_ptr<Store> made;  // where there was none
+    std::string io_engine_why;
+  };
+  struct Growth {
+    Claims then;
+    std::uint32_t device_frames = 0;
+    Pinned pinned;
+    SlotGrowth slots;
+  };
+  Growth begin_growth(const Claims& then, std::uint32_t device_frames);
+  void claim(Growth& growth);
+  // Returns the host memory that is new, which stores that there were have still to register.
+  std::span<std::byte> end_growth(Growth growth);
+  // The device has its first frames only. Their memory is given back by the second step, which
+  // needs no lock. REQUIRES: nobody uses the others; whoever maps views forgets what showed them.
+  void set_device_frames(std::uint32_t frames);
+  void give_back_device_memory() { device().give_back_memory(); }
   // Makes files of another session ready to be the SSD's: long enough for what `claims` have rest
   // there beside what is held in them. Throws StrataError (config, no_space, io), and nothing has
   // changed, where the budget or the disk has no such room. Returns the slots that are held.
   std::uint32_t prepare_files(const SavedFiles& saved, const Claims& claims) const;
   // The SSD has these files from here on. REQUIRES: prepared; nothing moves, nobody has a slot.
   void change_files(SavedFiles saved);
-  // Slots of the SSD, in three steps, of which the second takes as long as the disk does and needs
-  // no lock. It throws StrataError (no_space, io); then nothing has changed. REQUIRES: nobody else
-  // claims anything meanwhile.
-  struct SlotGrowth {
-    std::uint32_t slots = 0;      // in all
-    std::unique_ptr<Store> made;  // where there was none
-    std::string io_engine_why;
-  };
+  // The same of slots of the SSD alone. It throws StrataError (no_space, io).
   SlotGrowth begin_growth(std::uint32_t slots);
   void grow_files(SlotGrowth& growth);
   void end_growth(SlotGrowth growth);
@@ -122,10 +140,11 @@ class Tiers final {
   std::int64_t now_ns() const { return now_(); }
 
  private:
-  void pin(std::size_t host_bytes);
-  void check_pinned(const Claims& then) const;
-  void check_codes() const;
-  std::string codes_come_by(const std::string& where, std::size_t pinned, std::size_t bytes) const;
+  Pinned pin();
+  void check_pinned(const Claims& then, const Pinned& pinned) const;
+  void check_codes(const Pinned& pinned) const;
+  std::string codes_come_by(const std::string& where, const Pinned& pinned,
+                            std::size_t bytes) const;
   std::unique_ptr<IoEngine> take_io_engine(std::string* why);
   // Of so many, those that the SSD has not. REQUIRES: there is a store.
   std::uint32_t slots_beyond(std::uint32_t slots) const;

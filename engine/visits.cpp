@@ -40,18 +40,27 @@ void Visits::enter(Lock& lock, UnitId unit, const EnterOptions& options) {
   if (!was_in_use) writes_.await_captured(lock, unit);
   const bool shares = was_in_use && (options.backward || is_inside(unit, options.visit));
   if (!shares) await_unit(lock, unit, options.backward);
-  while (!fits(unit, options)) {  // somebody else wanted the other form meanwhile
-    take_form(lock, unit, options);
-    await_unit(lock, unit, options.backward);
+  while (writes_.begins(unit) || !fits(unit, options)) {  // somebody else came meanwhile
+    base_.gate.wait(lock, [&] { return !writes_.begins(unit); }, {"the parameters", unit});
+    const bool fitted = fits(unit, options);
+    if (!fitted) take_form(lock, unit, options);
+    if (!fitted || !shares) await_unit(lock, unit, options.backward);
   }
   // 3. They stay until leave().
-  if (!prefetcher_.in_use(unit)) {
-    if (options.recorded && !options.backward) updates_.count_forward(unit, remote_lag(unit));
-    writes_.begin_visit(unit);
+  const bool first = !prefetcher_.in_use(unit);
+  if (first && options.recorded && !options.backward) {
+    updates_.count_forward(unit, remote_lag(unit));
   }
   prefetcher_.begin_use(unit, options.stream);
   entered_.push_back({options.visit, unit, std::this_thread::get_id(), options.recorded});
   wake_pump();
+  if (!first) return;
+  try {
+    writes_.begin_visit(lock, unit);
+  } catch (...) {
+    leave(unit, options.stream, options.visit);
+    throw;
+  }
 }
 
 bool Visits::comes_coded(UnitId unit) const {

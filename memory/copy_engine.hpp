@@ -2,8 +2,8 @@
 // asynchronously and in order. Shaped so that CUDA streams and events fit: a copy is submitted on
 // its copy stream, behind what `after` says, and completes with a ticket that can be polled.
 //
-// Threads: everything under the core's lock. A completion rings the doorbell given at construction,
-// or is found by poll(): see needs_polling().
+// Threads: everything under the core's lock, but pin_host(): see there. A completion rings the
+// doorbell given at construction, or is found by poll(): see needs_polling().
 //
 //   CopyTicket made = copies.record(stream);                 // the caller's work so far
 //   CopyTicket t = copies.copy({.to = host, .from = tensor, .bytes = n, .stream = CopyStream::out,
@@ -16,6 +16,7 @@
 #include <cstdint>
 #include <optional>
 #include <span>
+#include <string>
 
 #include "memory/result.hpp"
 
@@ -60,6 +61,12 @@ struct CopyRequest {
   Computation compute{};  // empty: the bytes are copied
 };
 
+// So many of the first bytes of memory are pinned, and why the others are not.
+struct Pinned {
+  std::size_t bytes = 0;
+  std::string why_not;
+};
+
 class CopyEngine {
  public:
   virtual ~CopyEngine() = default;
@@ -78,17 +85,19 @@ class CopyEngine {
 
   // Optional. Host memory whose copies matter most, whole pages: makes the device reach it by
   // itself. Again when it has grown, or before it shrinks or goes (empty): with all that remains,
-  // from the same start. Returns how many of the first bytes are pinned; the others are copied as
-  // well, slower. REQUIRES: no copy is in flight.
-  virtual std::size_t pin_host(std::span<std::byte> /*memory*/) { return 0; }
+  // from the same start. What is not pinned is copied as well, slower. It takes long, and needs no
+  // lock: one caller at a time, while others copy. REQUIRES: nobody uses memory that goes.
+  virtual Pinned pin_host(std::span<std::byte> /*memory*/) { return {}; }
   // Optional. Memory of another process that is mapped here to be read, whole pages: makes the
   // device read it by itself, for as long as the engine lives. Again when it has grown: with all of
-  // it, from the same start. Returns how many of the first bytes are pinned, as pin_host() does.
-  // Copies may be in flight: one from memory that was not pinned goes on as it began. REQUIRES: the
-  // other process keeps that memory for as long, and so does the mapping.
-  virtual std::size_t pin_others(std::span<const std::byte> /*memory*/) { return 0; }
-  // Why the last of these two calls ended ahead of the end; empty: it did not.
-  virtual std::string why_not_pinned() const { return ""; }
+  // it, from the same start. Copies may be in flight: one from memory that was not pinned goes on
+  // as it began. REQUIRES: the other process keeps that memory for as long, and so does the
+  // mapping.
+  virtual Pinned pin_others(std::span<const std::byte> /*memory*/) { return {}; }
+
+  // Optional. Work that record() marked has not finished: the caller's computation, which takes as
+  // long as it likes. Never blocks.
+  virtual bool computes() { return false; }
 
   // Optional, for an engine that rings for no completion. Something is in flight, or was found
   // finished since the last poll(): whoever would sleep until the bell rings looks by poll() every

@@ -58,11 +58,9 @@ class STRATA_THREAD_SAFETY(scoped_lockable) Lock final {
   // `meter` may be null.
   explicit Lock(std::mutex& mutex, LockMeter* meter = nullptr) STRATA_ACQUIRE(core_lock)
       : held_(mutex), meter_(meter) {
-    if (meter_ != nullptr) meter_->begin();
+    begin();
   }
-  ~Lock() STRATA_RELEASE() {
-    if (meter_ != nullptr) meter_->end();
-  }
+  ~Lock() STRATA_RELEASE() { end(); }
   Lock(const Lock&) = delete;
   Lock& operator=(const Lock&) = delete;
 
@@ -70,26 +68,38 @@ class STRATA_THREAD_SAFETY(scoped_lockable) Lock final {
   template <typename Wait>
   auto give_up(Wait wait) {
     STRATA_ASSERT(held_.owns_lock());
-    if (meter_ != nullptr) meter_->end();
+    end();
     const auto result = wait(held_);
     STRATA_ASSERT(held_.owns_lock());
-    if (meter_ != nullptr) meter_->begin();
+    begin();
     return result;
   }
+
+  // Whether the calling thread has a lock, for doubles that complain of what takes long meanwhile.
+  static bool held_here() { return held_here_; }
 
  private:
   friend class Unlocked;
   void unlock() {
     STRATA_ASSERT(held_.owns_lock());
-    if (meter_ != nullptr) meter_->end();
+    end();
     held_.unlock();
   }
   void relock() {
     STRATA_ASSERT(!held_.owns_lock());
     held_.lock();
+    begin();
+  }
+  void begin() {
+    held_here_ = true;
     if (meter_ != nullptr) meter_->begin();
   }
+  void end() {
+    if (meter_ != nullptr) meter_->end();
+    held_here_ = false;
+  }
 
+  static inline thread_local bool held_here_ = false;
   std::unique_lock<std::mutex> held_;
   LockMeter* meter_;
 };

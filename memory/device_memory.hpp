@@ -1,6 +1,7 @@
 // Port: the memory of a device. Its pages (frames), and addresses over them (views).
 //
-// Threads: claim(), reserve(), share() and see() at start; everything else under the core's lock.
+// Threads: claim(), reserve(), share() and see() at start; everything else under the core's lock,
+// but claim_memory() and give_back_memory(): see there.
 //
 //   memory.claim(frame_count, page_bytes);
 //   std::byte* view = memory.reserve(8 * page_bytes);           // an address for life
@@ -53,13 +54,24 @@ class DeviceMemory {
   // Claims every frame at once. REQUIRES: called once, before anything else.
   virtual std::optional<Error> claim(std::size_t frame_count, std::size_t page_bytes) = 0;
 
-  // There are so many frames from here on: more are claimed behind the others, or the last ones
-  // are given back. Views show frames that come back where they showed them before. An error
-  // changes nothing. REQUIRES: no copy is in flight; nobody uses the frames that go, through a
-  // view or by address.
-  virtual std::optional<Error> resize(std::size_t frame_count) = 0;
+  // The number of frames changes in steps. Claiming memory and giving it back take long, and need
+  // no lock: one caller at a time, while others use the frames that there are. Memory for so many
+  // frames in all, behind the others; nobody sees them. An error changes nothing.
+  virtual std::optional<Error> claim_memory(std::size_t frame_count) = 0;
+  // There are so many frames from here on. What views show of the others is open: map them again.
+  // REQUIRES: their memory is claimed; nobody uses frames that go, through a view or by address.
+  virtual void set_frames(std::size_t frame_count) = 0;
+  // What is claimed beyond the frames that there are is the system's again.
+  virtual void give_back_memory() = 0;
+  // All of it. REQUIRES: as set_frames() does.
+  std::optional<Error> resize(std::size_t frame_count) {
+    if (auto error = claim_memory(frame_count)) return error;
+    set_frames(frame_count);
+    give_back_memory();
+    return std::nullopt;
+  }
 
-  // Where the frame lies in the device's memory, until the next resize().
+  // Where the frame lies in the device's memory, for as long as there is such a frame.
   virtual std::byte* address(FrameId frame) const = 0;
 
   // A range of addresses of `bytes` (a multiple of the page), reachable but not mapped. Throws

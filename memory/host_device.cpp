@@ -7,6 +7,7 @@
 #include <cerrno>
 #include <cstring>
 #include <tuple>
+#include <utility>
 
 #include "memory/check.hpp"
 #include "memory/mapping.hpp"
@@ -74,7 +75,7 @@ CopyTicket HostCopies::record(Stream stream) {
 
 HostFrames::~HostFrames() {
   copies_.finish_all();
-  if (base_ != nullptr) ::munmap(base_, frame_count_ * page_bytes_);
+  for (const Claimed& claimed : claimed_) drop(claimed, 0);
   if (fd_ >= 0) ::close(fd_);
 }
 
@@ -92,44 +93,80 @@ std::optional<Error> HostFrames::claim(std::size_t frame_count, std::size_t page
   return resize(frame_count);
 }
 
-std::optional<Error> HostFrames::resize(std::size_t frame_count) {
+std::size_t HostFrames::claimed_frames() const {
+  std::size_t frames = 0;
+  for (const Claimed& claimed : claimed_) frames += claimed.frames;
+  return frames;
+}
+
+// What is mapped of it behind so many frames goes; without any, so do its addresses.
+void HostFrames::drop(const Claimed& claimed, std::size_t left) const {
+  STRATA_ASSERT(left <= claimed.frames);
+  std::byte* const end = claimed.first + claimed.frames * page_bytes_;
+  std::byte* const from = left == 0 ? claimed.reserved : claimed.first + left * page_bytes_;
+  if (from != end) ::munmap(from, static_cast<std::size_t>(end - from));
+}
+
+std::optional<Error> HostFrames::claim_memory(std::size_t frame_count) {
   STRATA_ASSERT(fd_ >= 0);
-  STRATA_ASSERT(copies_.idle());
+  const std::size_t before = claimed_frames() * page_bytes_;
   const std::size_t bytes = frame_count * page_bytes_;
-  const std::size_t before = frame_count_ * page_bytes_;
-  const std::size_t more = bytes - std::min(bytes, before);
+  if (bytes <= before) return std::nullopt;
+  const std::size_t more = bytes - before;
+  if (more > host_bytes_available()) {
+    return memory_error("could not claim the memory", Tier::device, more, ENOMEM);
+  }
+  // 1. Addresses: as far behind the beginning of a huge page as the frames are in the file.
+  const std::size_t ahead = before % kHugePageBytes;
+  Claimed made{.frames = more / page_bytes_};
+  made.reserved = reserve_addresses(ahead + more);
+  made.first = made.reserved + ahead;
   const auto failed = [&](const char* what, int errno_value) {
-    if (more != 0) std::ignore = ::ftruncate(fd_, static_cast<off_t>(before));
+    drop(made, 0);
+    std::ignore = ::ftruncate(fd_, static_cast<off_t>(before));
     return memory_error(what, Tier::device, more, errno_value);
   };
-  if (more > host_bytes_available()) return failed("could not claim the memory", ENOMEM);
-  // 1. A file in memory of exactly the size of all frames.
+  // 2. A file in memory of exactly the size of all frames, and one mapping of what is new, for the
+  //    copy engine and for computation.
   if (::ftruncate(fd_, static_cast<off_t>(bytes)) != 0) {
     return failed("could not size the memory file", errno);
   }
-  // 2. One mapping of all of it, for the copy engine and for computation.
-  std::byte* base = bytes == 0 ? nullptr : reserve_addresses(bytes);
-  const auto map_all = [&] {
-    return ::mmap(base, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, fd_, 0);
-  };
-  if (base != nullptr && map_all() == MAP_FAILED) {
-    const int errno_value = errno;
-    ::munmap(base, bytes);
-    return failed("could not map the memory file", errno_value);
+  if (::mmap(made.first, more, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, fd_,
+             static_cast<off_t>(before)) == MAP_FAILED) {
+    return failed("could not map the memory file", errno);
   }
   // 3. Memory behind it, through the mapping and not by fallocate(): only a mapping can ask
   //    for huge pages, and views then show the same ones.
-  if (more != 0) {
-    ::madvise(base, bytes, MADV_HUGEPAGE);
-    if (const int errno_value = populate(base + before, more); errno_value != 0) {
-      ::munmap(base, bytes);
-      return failed("could not claim the memory", errno_value);
+  ::madvise(made.first, more, MADV_HUGEPAGE);
+  if (const int errno_value = populate(made.first, more); errno_value != 0) {
+    return failed("could not claim the memory", errno_value);
+  }
+  claimed_.push_back(made);
+  return std::nullopt;
+}
+
+void HostFrames::set_frames(std::size_t frame_count) {
+  STRATA_ASSERT(frame_count <= claimed_frames());
+  addresses_.clear();
+  for (const Claimed& claimed : claimed_) {
+    for (std::size_t i = 0; i < claimed.frames && addresses_.size() < frame_count; ++i) {
+      addresses_.push_back(claimed.first + i * page_bytes_);
     }
   }
-  if (base_ != nullptr) ::munmap(base_, before);
-  base_ = base;
-  frame_count_ = frame_count;
-  return std::nullopt;
+}
+
+void HostFrames::give_back_memory() {
+  std::size_t frames = claimed_frames();
+  while (frames > addresses_.size()) {
+    Claimed& last = claimed_.back();
+    const std::size_t go = std::min(last.frames, frames - addresses_.size());
+    drop(last, last.frames - go);
+    last.frames -= go;
+    frames -= go;
+    if (last.frames == 0) claimed_.pop_back();
+  }
+  const int failed = ::ftruncate(fd_, static_cast<off_t>(frames * page_bytes_));
+  STRATA_ASSERT(failed == 0);
 }
 
 std::byte* HostFrames::reserve(std::size_t bytes) {
@@ -154,7 +191,7 @@ std::optional<Error> HostFrames::map_pages(std::byte* view, std::span<const View
 }
 
 std::optional<Error> HostFrames::map_page(std::byte* at, FrameId frame) {
-  STRATA_ASSERT(index(frame) < frame_count_);
+  STRATA_ASSERT(index(frame) < addresses_.size());
   const auto offset = static_cast<off_t>(index(frame) * page_bytes_);
   int failed = 0;
   if (::mmap(at, page_bytes_, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, fd_, offset) ==
@@ -172,8 +209,8 @@ std::optional<Error> HostFrames::map_page(std::byte* at, FrameId frame) {
 }
 
 std::byte* HostFrames::address(FrameId frame) const {
-  STRATA_ASSERT(index(frame) < frame_count_);
-  return base_ + index(frame) * page_bytes_;
+  STRATA_ASSERT(index(frame) < addresses_.size());
+  return addresses_[index(frame)];
 }
 
 Device host_device(Doorbell* bell, CopyMode mode) {

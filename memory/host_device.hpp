@@ -16,6 +16,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <optional>
+#include <vector>
 
 #include "memory/crew.hpp"
 #include "memory/device.hpp"
@@ -64,10 +65,13 @@ class HostCopies final : public CopyEngine {
 
 // Note [Aliased frames]
 // Frames are pages of one memfd. A view is a range of addresses into which map() maps any of them,
-// and several views may show the same frame. Copies write through base_, one mapping of the whole
-// file, so they need no view; the kernel keeps all of them coherent because they are the same
-// memory. The price is the page table of base_ (8 bytes per 4 KiB: 0.2 %) and one kernel mapping
-// per run of frames in a view: scattered views of small pages can meet vm.max_map_count (65,530).
+// and several views may show the same frame. Copies write through mappings of the file, one for all
+// frames that were claimed together, so they need no view; the kernel keeps all of them coherent
+// because they are the same memory. The price is the page table of these mappings (8 bytes per 4
+// KiB: 0.2 %) and one kernel mapping per run of frames in a view: scattered views of small pages
+// can meet vm.max_map_count (65,530).
+//
+// Invariant: the frames of claimed_ follow each other, from the first one on.
 class HostFrames final : public DeviceMemory {
  public:
   // `copies`: the engine that copies to these frames, and outlives them.
@@ -79,19 +83,30 @@ class HostFrames final : public DeviceMemory {
 
   const char* name() const override { return "host"; }
   std::optional<Error> claim(std::size_t frame_count, std::size_t page_bytes) override;
-  std::optional<Error> resize(std::size_t frame_count) override;
+  std::optional<Error> claim_memory(std::size_t frame_count) override;
+  void set_frames(std::size_t frame_count) override;
+  void give_back_memory() override;
   std::byte* address(FrameId frame) const override;
   std::byte* reserve(std::size_t bytes) override;
   void release(std::byte* view, std::size_t bytes) override;
   std::optional<Error> map_pages(std::byte* view, std::span<const ViewPage> pages) override;
 
  private:
+  // Frames that were claimed together, and the addresses reserved for them.
+  struct Claimed {
+    std::byte* reserved = nullptr;
+    std::byte* first = nullptr;
+    std::size_t frames = 0;
+  };
+
   std::optional<Error> map_page(std::byte* at, FrameId frame);
+  std::size_t claimed_frames() const;
+  void drop(const Claimed& claimed, std::size_t left) const;
 
   HostCopies& copies_;
   int fd_ = -1;
-  std::byte* base_ = nullptr;
-  std::size_t frame_count_ = 0;
+  std::vector<Claimed> claimed_;
+  std::vector<std::byte*> addresses_;  // by frame that there is
   std::size_t page_bytes_ = 0;
 };
 

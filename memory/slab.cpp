@@ -16,7 +16,8 @@ Slab::Slab(std::size_t bytes, Locking locking, std::size_t bytes_max, Sharing sh
     : addresses_(std::max(bytes, bytes_max)),
       bytes_(addresses_.data(), 0),
       locking_(locking),
-      locked_(locking == Locking::wanted) {
+      locked_(locking == Locking::wanted),
+      claimed_locked_(locked_) {
   STRATA_ASSERT(reinterpret_cast<std::uintptr_t>(bytes_.data()) % kHugePageBytes == 0);
   // All of it at once: others map it whole, and its length is sealed. Holes take no memory.
   if (sharing == Sharing::wanted) file_ = make_sealed_file("strata-slab", addresses_.size());
@@ -62,24 +63,41 @@ void Slab::punch(std::span<std::byte> range) {
   STRATA_ASSERT(failed == 0);
 }
 
+void Slab::claim(std::size_t bytes) {
+  STRATA_ASSERT(bytes % kKernelPageBytes == 0);
+  STRATA_ASSERT(bytes >= claimed_bytes_ && bytes <= bytes_max());
+  if (bytes == claimed_bytes_) return;
+  const auto more = addresses_.bytes().subspan(claimed_bytes_, bytes - claimed_bytes_);
+  bool locked = false;
+  if (const int failed = fill(more, locked); failed != 0) {
+    empty(more);
+    throw StrataError(memory_error("could not claim the memory", Tier::host, more.size(), failed));
+  }
+  claimed_locked_ = claimed_locked_ && locked;
+  claimed_bytes_ = bytes;
+}
+
+void Slab::extend() {
+  bytes_ = claimed();
+  locked_ = locked_ && claimed_locked_;
+}
+
+void Slab::give_up() {
+  const auto more = claimed().subspan(bytes_.size());
+  if (!more.empty()) empty(more);
+  claimed_bytes_ = bytes_.size();
+  claimed_locked_ = locked_;
+}
+
 void Slab::resize(std::size_t bytes) {
   STRATA_ASSERT(bytes > 0);
   STRATA_ASSERT(bytes % kKernelPageBytes == 0);
-  STRATA_ASSERT(bytes <= bytes_max());
-  const std::size_t before = bytes_.size();
-  if (bytes > before) {
-    const std::span<std::byte> more = addresses_.bytes().subspan(before, bytes - before);
-    bool locked = false;
-    if (const int failed = fill(more, locked); failed != 0) {
-      empty(more);
-      throw StrataError(
-          memory_error("could not claim the memory", Tier::host, more.size(), failed));
-    }
-    locked_ = locked_ && locked;
-  } else if (bytes < before) {
-    empty(bytes_.subspan(bytes));
+  if (bytes >= bytes_.size()) {
+    claim(bytes);
+    return extend();
   }
-  bytes_ = {bytes_.data(), bytes};
+  bytes_ = bytes_.first(bytes);
+  give_up();
 }
 
 void Slab::give_back(std::span<std::byte> range) {

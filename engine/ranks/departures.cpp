@@ -91,7 +91,7 @@ Departures::Gradient::Gradient(Departures& departures, const IncomingGradient& g
 
 // Over already, unless an exception is on its way.
 Departures::Gradient::~Gradient() {
-  if (!under_way_.empty()) of_.copies_.finish(under_way_.back().copy);
+  if (!under_way_.empty()) of_.copies_.finish(*lock_, under_way_.back().copy);
 }
 
 void Departures::Gradient::send(Lock& lock, const DepartingPart& part) {
@@ -106,6 +106,7 @@ void Departures::Gradient::send(Lock& lock, const DepartingPart& part) {
     }
     return departed_(leaving);
   }
+  lock_ = &lock;
   const GradientCopy copy = of_.copies_.ask(place, part.from, part.bytes, made_, gradient_.unit);
   under_way_.push_back({std::move(leaving), copy});
 }

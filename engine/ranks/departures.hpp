@@ -121,6 +121,7 @@ class Departures::Gradient final {
   const bool by_processor_;
   CopyTicket made_{};  // the work that wrote the gradient
   std::deque<UnderWay> under_way_;
+  Lock* lock_ = nullptr;  // the caller's, once any is
 };
 
 }  // namespace strata

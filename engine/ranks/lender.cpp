@@ -59,11 +59,19 @@ void Lender::forget(std::uint32_t rank) {
   std::erase_if(loans_, [this, rank](Loan& loan) {
     if (loan.rank != rank) return false;
     loan.dead = true;
-    // The relay has another page there soon.
-    if (loan.relayed && loan.hold) base_.tiers.copies().wait(loan.hold.copy());
-    return loan.granted || (!loan.coming && !loan.pin);
+    return loan.granted || (!loan.coming && !loan.pin && !copies(loan));
   });
   base_.gate.notify();
+}
+
+// From what the relay has for who asked.
+bool Lender::copies(const Loan& loan) const {
+  return loan.relayed && loan.hold && !base_.tiers.copies().done(loan.hold.copy());
+}
+
+bool Lender::copies_for(std::uint32_t rank) const {
+  return std::ranges::any_of(loans_,
+                             [&](const Loan& loan) { return loan.rank == rank && copies(loan); });
 }
 
 bool Lender::lends() const {

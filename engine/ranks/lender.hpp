@@ -52,6 +52,8 @@ class Lender final {
   bool turn() STRATA_REQUIRES(core_lock);
   // The rank has died: it gives nothing back, and needs nothing.
   void forget(std::uint32_t rank);
+  // What the relay has for it is still being copied.
+  bool copies_for(std::uint32_t rank) const;
   // Another rank has a page of this one right now.
   bool lends() const;
   // A rank that asks for what was written there, by its own count, and was not here.
@@ -91,6 +93,7 @@ class Lender final {
   bool will_do(const Loan& loan) const;
   void give_copy_back(Loan& loan);
   bool is_over(const Loan& loan) const;
+  bool copies(const Loan& loan) const;
 
   Foundation& base_;
   const Updates& updates_;

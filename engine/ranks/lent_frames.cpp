@@ -16,8 +16,9 @@ void LentFrames::forget() {
   for (Frame& frame : frames_) frame.page = kNoPage;
 }
 
-void LentFrames::finish(CopyEngine& copies) const {
-  for (const Frame& frame : frames_) copies.wait(frame.copy);
+bool LentFrames::idle(CopyEngine& copies) const {
+  return std::ranges::all_of(frames_,
+                             [&copies](const Frame& frame) { return copies.done(frame.copy); });
 }
 
 LentFrames::Hold LentFrames::take(PageId page, std::uint64_t version, std::int64_t step) {

@@ -97,8 +97,8 @@ class LentFrames final {
   Hold take(PageId page, std::uint64_t version, std::int64_t step);
   // No page is found any more: versions begin anew.
   void forget();
-  // Waits for all that is copied here.
-  void finish(CopyEngine& copies) const;
+  // Nothing is being copied here.
+  bool idle(CopyEngine& copies) const;
 
  private:
   struct Frame {

@@ -66,20 +66,21 @@ void CudaCopies::destroy_streams() {
   }
 }
 
-std::size_t CudaCopies::pin_host(std::span<std::byte> memory) {
+Pinned CudaCopies::pin_host(std::span<std::byte> memory) {
   const CudaDevice::Current current(device_);
-  finish_all();
   // 1. Pieces that do not lie within it any more, from the last.
   std::byte* const end = end_of(memory);
   while (!pinned_.empty() && end_of(pinned_.back()) > end) {
     device_.call_anyway(&CudaDriver::host_unregister, pinned_.back().data());
     pinned_.pop_back();
   }
-  // 2. What is not pinned yet.
-  return register_rest(pinned_, memory, false);
+  // 2. What is not pinned yet. A piece ends where the memory did before: what is new may go alone.
+  const std::size_t had = std::exchange(given_bytes_, memory.size());
+  Pinned pinned = register_rest(pinned_, memory.first(std::min(had, memory.size())), false);
+  return pinned.why_not.empty() ? register_rest(pinned_, memory, false) : pinned;
 }
 
-std::size_t CudaCopies::pin_others(std::span<const std::byte> memory) {
+Pinned CudaCopies::pin_others(std::span<const std::byte> memory) {
   const CudaDevice::Current current(device_);
   auto known = std::ranges::find_if(others_, [&memory](const Registered& pieces) {
     return pieces.front().data() == memory.data();
@@ -87,30 +88,29 @@ std::size_t CudaCopies::pin_others(std::span<const std::byte> memory) {
   if (known == others_.end()) known = others_.emplace(others_.end());
   // The driver takes one kind of pointer; it is told that nobody writes there.
   auto* const at = const_cast<std::byte*>(memory.data());
-  const std::size_t pinned = register_rest(*known, {at, memory.size()}, true);
+  Pinned pinned = register_rest(*known, {at, memory.size()}, true);
   if (known->empty()) others_.erase(known);
   return pinned;
 }
 
 // Behind the pieces of the memory that are registered, until the system refuses: then the rest is
-// copied unpinned. Returns how many of the first bytes are.
-std::size_t CudaCopies::register_rest(Registered& pieces, std::span<std::byte> memory,
-                                      bool read_only) {
-  STRATA_ASSERT(pieces.empty() || pieces.front().data() == memory.data());
+// copied unpinned.
+Pinned CudaCopies::register_rest(Registered& pieces, std::span<std::byte> memory, bool read_only) {
+  STRATA_ASSERT(pieces.empty() || memory.empty() || pieces.front().data() == memory.data());
   std::byte* at = pieces.empty() ? memory.data() : end_of(pieces.back());
   const std::byte* const end = end_of(memory);
-  why_not_pinned_.clear();
+  Pinned pinned;
   while (at < end) {
     const std::size_t bytes = std::min(static_cast<std::size_t>(end - at), pinned_piece_bytes_);
     if (const int result = device_.call(&CudaDriver::host_register, at, bytes, read_only)) {
-      why_not_pinned_ = device_.text(result);
+      pinned.why_not = device_.text(result);
       break;
     }
     pieces.emplace_back(at, bytes);
     at += bytes;
   }
-  STRATA_ASSERT(at <= end);
-  return static_cast<std::size_t>(at - memory.data());
+  pinned.bytes = static_cast<std::size_t>(at - memory.data());
+  return pinned;
 }
 
 CopyTicket CudaCopies::copy(const CopyRequest& request) {
@@ -120,14 +120,8 @@ CopyTicket CudaCopies::copy(const CopyRequest& request) {
   STRATA_ASSERT(static_cast<std::uint64_t>(request.after) <= last_);
   const CudaDevice::Current current(device_);
   Queue& queue = queues_[static_cast<std::size_t>(request.stream)];
-  // 1. Room.
-  if (queue.copies.size() >= kQueueMax) reap(queue.copies);
-  if (queue.copies.size() >= kQueueMax) {
-    wait_for(queue.copies.front().event);
-    reap(queue.copies);
-  }
-  STRATA_ASSERT(queue.copies.size() < kQueueMax);
-  // 2. In flight, or, with the device, lost.
+  if (queue.copies.size() >= kReapedFrom) reap(queue.copies);
+  // In flight, or, with the device, lost.
   end_if_lost();
   const Copy copy{request.to, request.from, request.bytes, ++last_, nullptr};
   if (device_.lost()) return CopyTicket{last_};
@@ -259,6 +253,12 @@ bool CudaCopies::poll() {
   return std::exchange(news_, false);
 }
 
+bool CudaCopies::computes() {
+  const CudaDevice::Current current(device_);
+  for (Marked& one : marked_) reap(one.marks);
+  return std::ranges::any_of(marked_, [](const Marked& one) { return !one.marks.empty(); });
+}
+
 std::optional<Error> CudaCopies::wait(CopyTicket ticket) {
   STRATA_ASSERT(static_cast<std::uint64_t>(ticket) <= last_);
   end_if_lost();
@@ -282,11 +282,8 @@ void CudaCopies::stream_waits(Stream stream, CopyTicket ticket) {
 
 CopyTicket CudaCopies::record(Stream stream) {
   const CudaDevice::Current current(device_);
-  // 1. Room: marks that nobody asks about go as well.
   std::deque<Mark>& marks = marks_of(stream);
-  reap(marks);
-  if (marks.size() >= kMarksMax) wait_for(marks.front().event);
-  // 2. The mark.
+  reap(marks);  // those that nobody asks about go as well
   end_if_lost();
   ++last_;
   int failed = kCudaSuccess;

@@ -42,6 +42,11 @@ static_assert(kPinnedPieceBytes % kPageBytesMax == 0);
 // of different streams do not: a landing may be over while a forward that was marked before it has
 // yet to run.
 
+// Note [No bound here]
+// Nothing waits for room here: the core's lock is held. Copies in flight are bounded by those who
+// ask for them. Marks of a stream are bounded by the driver, in which the caller who is too far
+// ahead of the device waits when it submits its own work.
+
 // Note [A lost device]
 // After most errors a GPU does nothing for the process any more. The first one is kept; from then
 // on only calls that end something reach the driver (CudaDevice::call_anyway). Every ticket that
@@ -71,16 +76,16 @@ class CudaCopies final : public CopyEngine {
   void add_device_memory(std::span<const std::byte> addresses) { on_devices_.push_back(addresses); }
   std::size_t pinned_piece_bytes() const { return pinned_piece_bytes_; }
 
-  // Waits for room when kQueueMax copies are in flight on their queue. Memory that is not pinned is
-  // copied as well, by the driver, which may then wait for the copies before.
+  // Memory that is not pinned is copied as well, by the driver, which may then wait for the copies
+  // before.
   CopyTicket copy(const CopyRequest& request) override;
   bool done(CopyTicket ticket) override;
   std::optional<Error> wait(CopyTicket ticket) override;
   void stream_waits(Stream stream, CopyTicket ticket) override;
   CopyTicket record(Stream stream) override;
-  std::size_t pin_host(std::span<std::byte> memory) override;
-  std::size_t pin_others(std::span<const std::byte> memory) override;
-  std::string why_not_pinned() const override { return why_not_pinned_; }
+  Pinned pin_host(std::span<std::byte> memory) override;
+  Pinned pin_others(std::span<const std::byte> memory) override;
+  bool computes() override;
   bool needs_polling() const override { return news_ || in_flight(); }
   bool poll() override;
 
@@ -89,8 +94,7 @@ class CudaCopies final : public CopyEngine {
   void finish_all();
 
  private:
-  static constexpr std::size_t kQueueMax = 256;
-  static constexpr std::size_t kMarksMax = 4096;  // of a stream
+  static constexpr std::size_t kReapedFrom = 256;  // so many copies of a queue
 
   using Registered = std::vector<std::span<std::byte>>;  // in order, without gaps
   struct Copy {
@@ -114,7 +118,7 @@ class CudaCopies final : public CopyEngine {
   };
 
   int make_stream(CopyStream which);
-  std::size_t register_rest(Registered& pieces, std::span<std::byte> memory, bool read_only);
+  Pinned register_rest(Registered& pieces, std::span<std::byte> memory, bool read_only);
   int enqueue(Queue& queue, const CopyRequest& request,
               std::array<CudaEvent, kCopyStreamCount> after);
   int move(const CopyRequest& request, CudaStream stream);
@@ -141,9 +145,9 @@ class CudaCopies final : public CopyEngine {
   std::vector<Marked> marked_;
   std::vector<CudaEvent> spare_;
   Registered pinned_;
+  std::size_t given_bytes_ = 0;     // of host memory to be pinned
   std::vector<Registered> others_;  // of other processes
   std::vector<std::span<const std::byte>> on_devices_;
-  std::string why_not_pinned_;
   std::uint64_t last_ = 0;
   bool news_ = false;                     // something was found finished since the last poll()
   std::uint64_t lost_from_ = UINT64_MAX;  // tickets from here on failed

@@ -92,18 +92,21 @@ std::string CudaDevice::text(int result) const {
 
 const Error& CudaDevice::lose(const char* what, int result) {
   STRATA_ASSERT(result != kCudaSuccess);
-  if (lost_) return *lost_;
+  const std::lock_guard first(losing_);
+  if (is_lost_) return *lost_;
   lost_by_ = result;
-  return lost_.emplace(
+  lost_.emplace(
       Error{.fault = Fault::io,
             .what = name() + " failed to " + what + ": " + result_text(driver_, result) +
                     "; it is lost to this process: start a new one, from the last checkpoint",
             .tier = Tier::device});
+  is_lost_ = true;
+  return *lost_;
 }
 
 Error CudaDevice::refused(const char* what, int result, std::size_t bytes) {
   STRATA_ASSERT(result != kCudaSuccess);
-  return result == kCudaOutOfMemory && !lost_ ? no_memory(what, bytes) : lose(what, result);
+  return result == kCudaOutOfMemory && !is_lost_ ? no_memory(what, bytes) : lose(what, result);
 }
 
 Error CudaDevice::no_memory(const char* what, std::size_t bytes) {

@@ -2,7 +2,7 @@
 // wrong: a GPU that failed is lost to the process, so the first failure is the only one told, and
 // nothing more is asked of it.
 //
-// Threads: one caller at a time. A thread that calls the driver needs a CudaDevice::Current.
+// Threads: any. A thread that calls the driver needs a CudaDevice::Current.
 //
 //   CudaDevice device(driver, 0);                       // throws StrataError (config)
 //   const CudaDevice::Current current(device);
@@ -10,6 +10,8 @@
 //   device.call_anyway(&CudaDriver::stream_destroy, stream);   // of a lost one, too
 #pragma once
 
+#include <atomic>
+#include <mutex>
 #include <optional>
 #include <string>
 
@@ -75,7 +77,7 @@ class CudaDevice final {
   // One call of the driver; of a lost device nothing is asked, and the answer is that of the loss.
   template <typename... Params, typename... Args>
   int call(int (*CudaDriver::*entry)(void*, Params...), Args... args) const {
-    return lost_ ? lost_by_ : (driver_.*entry)(driver_.self, args...);
+    return is_lost_ ? lost_by_ : (driver_.*entry)(driver_.self, args...);
   }
   // For what ends something's life. The answer, which may tell of earlier work, changes nothing.
   template <typename... Params, typename... Args>
@@ -89,7 +91,10 @@ class CudaDevice final {
   // The device is lost: returns why, which is an earlier reason if there is one.
   // `what`: what failed, as in "GPU 0 failed to <what>".
   const Error& lose(const char* what, int result);
-  const std::optional<Error>& lost() const { return lost_; }
+  const std::optional<Error>& lost() const {
+    static const std::optional<Error> kNone;
+    return is_lost_ ? lost_ : kNone;
+  }
   // A refusal of memory is an error like any other budget's; any other one loses the device.
   Error refused(const char* what, int result, std::size_t bytes);
   // "1.0 GiB asked, 300.0 MiB of 24.0 GiB free": what the device's memory cannot hold.
@@ -100,6 +105,8 @@ class CudaDevice final {
   const int ordinal_;
   CudaFacts facts_{};
   CudaContext context_ = nullptr;
+  std::mutex losing_;
+  std::atomic<bool> is_lost_ = false;  // the others are what they are from then on
   std::optional<Error> lost_;
   int lost_by_ = kCudaSuccess;
 };

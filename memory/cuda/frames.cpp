@@ -12,7 +12,9 @@ CudaFrames::~CudaFrames() {
   copies_.finish_all();
   for (const Beside& beside : beside_) drop(beside);
   while (!views_.empty()) forget(views_.begin());
-  drop_frames(0);
+  beyond_.insert(beyond_.begin(), frames_.begin(), frames_.end());
+  frames_.clear();
+  drop_memory(0);
   if (base_ != nullptr) device_.call_anyway(&CudaDriver::address_free, base_, base_bytes_);
 }
 
@@ -36,33 +38,22 @@ std::optional<Error> CudaFrames::claim(std::size_t frame_count, std::size_t page
     return device_.refused("reserve addresses", failed, base_bytes_);
   }
   copies_.add_device_memory({base_, base_bytes_});
-  return set_count(frame_count);
+  if (auto error = add_memory(frame_count)) return error;
+  set_frames(frame_count);
+  return std::nullopt;
 }
 
-std::optional<Error> CudaFrames::resize(std::size_t frame_count) {
+std::optional<Error> CudaFrames::claim_memory(std::size_t frame_count) {
   STRATA_ASSERT(base_ != nullptr);
+  if (frame_count <= claimed_frames()) return std::nullopt;
   const CudaDevice::Current current(device_);
-  copies_.finish_all();
   if (device_.lost()) return device_.lost();
-  return set_count(frame_count);
+  return add_memory(frame_count);
 }
 
-// An error changes nothing. Frames that come back are shown where they were.
-std::optional<Error> CudaFrames::set_count(std::size_t frame_count) {
-  const std::size_t before = frames_.size();
-  if (frame_count > before) {
-    auto error = grow(frame_count);
-    if (error) drop_frames(before);
-    return error;
-  }
-  // Memory that a view still maps is not given back.
-  for (const auto& view : views_) hide(view.first, shown_from(view, frame_count));
-  drop_frames(frame_count);
-  return device_.lost();
-}
-
-std::optional<Error> CudaFrames::grow(std::size_t frame_count) {
-  const std::size_t before = frames_.size();
+// An error changes nothing.
+std::optional<Error> CudaFrames::add_memory(std::size_t frame_count) {
+  const std::size_t before = claimed_frames();
   STRATA_ASSERT(frame_count > before);
   const std::size_t more = (frame_count - before) * page_bytes_;
   // 1. Ask before taking, so that a budget that cannot be had takes nothing from anybody.
@@ -75,59 +66,80 @@ std::optional<Error> CudaFrames::grow(std::size_t frame_count) {
     return device_.no_memory("hold the device budget", more);
   }
   // 2. Frames, each in its place; then access to all of them at once.
-  while (frames_.size() < frame_count) {
-    if (auto error = add_frame()) return error;
-  }
-  if (const int failed = device_.call(&CudaDriver::set_access, device_.ordinal(),
-                                      base_ + before * page_bytes_, more)) {
-    return device_.refused("open frames to the device", failed, more);
-  }
-  // 3. Views that showed them before show them again.
-  for (auto view = views_.begin(); view != views_.end(); ++view) {
-    auto error = show(view->first, shown_from(*view, before));
-    if (!error) continue;
-    while (view != views_.begin()) {
-      --view;
-      hide(view->first, shown_from(*view, before));
+  std::optional<Error> error;
+  while (!error && claimed_frames() < frame_count) error = add_frame();
+  if (!error) {
+    const int failed = device_.call(&CudaDriver::set_access, device_.ordinal(),
+                                    base_ + before * page_bytes_, more);
+    if (failed != kCudaSuccess) {
+      error = device_.refused("open frames to the device", failed, more);
     }
-    return error;
   }
-  return std::nullopt;
+  if (error) drop_memory(before);
+  return error;
 }
 
-std::vector<ViewPage> CudaFrames::shown_from(const Views::value_type& view,
-                                             std::size_t first) const {
+void CudaFrames::set_frames(std::size_t frame_count) {
+  STRATA_ASSERT(frame_count <= claimed_frames());
+  const auto at = [](std::vector<CudaMemory>& some, std::size_t count) {
+    return some.begin() + static_cast<std::ptrdiff_t>(count);
+  };
+  if (frame_count >= frames_.size()) {
+    const auto end = at(beyond_, frame_count - frames_.size());
+    frames_.insert(frames_.end(), beyond_.begin(), end);
+    beyond_.erase(beyond_.begin(), end);
+    return;
+  }
+  // Memory that a view still maps is not given back.
+  const CudaDevice::Current current(device_);
+  for (auto& view : views_) {
+    const std::vector<ViewPage> pages = shown_from(view, frame_count);
+    hide(view.first, pages);
+    for (const ViewPage& page : pages) view.second[page.page_index] = kNoFrame;
+  }
+  beyond_.insert(beyond_.begin(), at(frames_, frame_count), frames_.end());
+  frames_.resize(frame_count);
+}
+
+void CudaFrames::give_back_memory() {
+  if (beyond_.empty()) return;
+  const CudaDevice::Current current(device_);
+  drop_memory(frames_.size());
+}
+
+std::vector<ViewPage> CudaFrames::shown_from(const Views::value_type& view, std::size_t first) {
   std::vector<ViewPage> pages;
   for (std::size_t page = 0; page < view.second.size(); ++page) {
     const FrameId frame = view.second[page];
-    if (index(frame) >= first && exists(frame)) pages.push_back({page, frame});
+    if (frame != kNoFrame && index(frame) >= first) pages.push_back({page, frame});
   }
   return pages;
 }
 
 std::optional<Error> CudaFrames::add_frame() {
-  STRATA_ASSERT((frames_.size() + 1) * page_bytes_ <= base_bytes_);
+  STRATA_ASSERT((claimed_frames() + 1) * page_bytes_ <= base_bytes_);
   CudaMemory memory{};
   if (const int failed =
           device_.call(&CudaDriver::memory_create, device_.ordinal(), page_bytes_, &memory)) {
     return device_.refused("hold the device budget", failed, page_bytes_);
   }
-  std::byte* at = base_ + frames_.size() * page_bytes_;
+  std::byte* at = base_ + claimed_frames() * page_bytes_;
   if (const int failed = device_.call(&CudaDriver::map, at, page_bytes_, memory)) {
     device_.call_anyway(&CudaDriver::memory_release, memory);
     return device_.refused("map a frame", failed, page_bytes_);
   }
-  frames_.push_back(memory);
+  beyond_.push_back(memory);
   return std::nullopt;
 }
 
-void CudaFrames::drop_frames(std::size_t frame_count) {
-  STRATA_ASSERT(frames_.empty() || base_ != nullptr);
-  while (frames_.size() > frame_count) {
-    std::byte* at = base_ + (frames_.size() - 1) * page_bytes_;
+// What is claimed behind so many frames.
+void CudaFrames::drop_memory(std::size_t frame_count) {
+  STRATA_ASSERT(frame_count >= frames_.size());
+  while (claimed_frames() > frame_count) {
+    std::byte* at = base_ + (claimed_frames() - 1) * page_bytes_;
     device_.call_anyway(&CudaDriver::unmap, at, page_bytes_);
-    device_.call_anyway(&CudaDriver::memory_release, frames_.back());
-    frames_.pop_back();
+    device_.call_anyway(&CudaDriver::memory_release, beyond_.back());
+    beyond_.pop_back();
   }
 }
 

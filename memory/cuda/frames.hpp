@@ -58,8 +58,9 @@ class CudaFrames final : public DeviceMemory {
   std::string description() const override { return device_.name(); }
   bool reachable() const override { return false; }
   std::optional<Error> claim(std::size_t frame_count, std::size_t page_bytes) override;
-  std::optional<Error> resize(std::size_t frame_count) override;
-  // For life: not only until the next resize().
+  std::optional<Error> claim_memory(std::size_t frame_count) override;
+  void set_frames(std::size_t frame_count) override;
+  void give_back_memory() override;
   std::byte* address(FrameId frame) const override;
   std::byte* reserve(std::size_t bytes) override;
   void release(std::byte* view, std::size_t bytes) override;
@@ -78,12 +79,12 @@ class CudaFrames final : public DeviceMemory {
   };
   using Views = std::map<std::byte*, std::vector<FrameId>>;  // shown, by page; kNoFrame: none
 
-  std::optional<Error> set_count(std::size_t frame_count);
-  std::optional<Error> grow(std::size_t frame_count);
+  std::size_t claimed_frames() const { return frames_.size() + beyond_.size(); }
+  std::optional<Error> add_memory(std::size_t frame_count);
   std::optional<Error> add_frame();
-  void drop_frames(std::size_t frame_count);
-  // The pages of a view that show frames from `first` on, of those that there are.
-  std::vector<ViewPage> shown_from(const Views::value_type& view, std::size_t first) const;
+  void drop_memory(std::size_t frame_count);
+  // The pages of a view that show frames from `first` on.
+  static std::vector<ViewPage> shown_from(const Views::value_type& view, std::size_t first);
   std::optional<Error> show(std::byte* view, std::span<const ViewPage> pages);
   std::optional<Error> open(std::byte* view, std::span<const ViewPage> pages);
   void hide(std::byte* view, std::span<const ViewPage> pages);
@@ -98,7 +99,8 @@ class CudaFrames final : public DeviceMemory {
   std::size_t page_bytes_ = 0;
   std::byte* base_ = nullptr;
   std::size_t base_bytes_ = 0;
-  std::vector<CudaMemory> frames_;
+  std::vector<CudaMemory> frames_;  // that there are
+  std::vector<CudaMemory> beyond_;  // what is claimed behind them, mapped at its place
   Views views_;
   std::vector<Beside> beside_;
   Descriptor shared_file_;

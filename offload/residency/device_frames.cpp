@@ -109,33 +109,41 @@ void DeviceFrames::evict(PageId page) {
   vacate(frame);
 }
 
-bool DeviceFrames::show_planned(UnitId unit, std::span<const FrameId> occupied) {
+bool DeviceFrames::show_planned(UnitId unit, std::span<const FrameId> occupied,
+                                std::size_t& pages_max) {
   STRATA_ASSERT(occupied.size() == pages(unit).size());
   if (failure_) return false;
   bool all = true;
   std::vector<ViewPage> shown;
   for (const PageId page : pages(unit)) {
     const PageState& state = pages_[index(page)];
-    if (state.planned == kNoFrame) continue;
+    if (state.planned == kNoFrame || state.planned == state.mapped) continue;
     const FrameId mine = occupied[state.in_view];
-    if (mine == kNoFrame || mine == state.planned)
+    if ((mine == kNoFrame || mine == state.planned) && shown.size() < pages_max)
       shown.push_back({state.in_view, state.planned});
     else
       all = false;
   }
+  pages_max -= shown.size();
   failure_ = show(unit, std::move(shown));
   return all;
 }
 
-std::optional<Error> DeviceFrames::show_resting(UnitId unit, std::span<const FrameId> frames) {
+bool DeviceFrames::show_resting(UnitId unit, std::span<const FrameId> frames) {
   STRATA_ASSERT(frames.size() == pages(unit).size());
   plan(unit, {});
+  bool all = true;
   std::vector<ViewPage> shown;
   for (std::uint32_t i = 0; i < frames.size(); ++i) {
     STRATA_ASSERT(index(frames[i]) >= limit_);
-    shown.push_back({i, frames[i]});
+    if (pages_[index(pages(unit)[i])].mapped == frames[i]) continue;
+    if (shown.size() < pages_of_turn())
+      shown.push_back({i, frames[i]});
+    else
+      all = false;
   }
-  return show(unit, std::move(shown));
+  if (!failure_) failure_ = show(unit, std::move(shown));
+  return all && !failure_;
 }
 
 void DeviceFrames::forget_mappings(FrameId first) {

@@ -9,6 +9,8 @@
 //   frames.plan(unit, planned);                              // ahead of its use: mapping is slow
 #pragma once
 
+#include <algorithm>
+#include <cstddef>
 #include <cstdint>
 #include <optional>
 #include <span>
@@ -52,11 +54,15 @@ class DeviceFrames final {
   void vacate(FrameId frame);
   // Drops the device's copy. REQUIRES: it may be dropped.
   void evict(PageId page);
-  // Makes the unit's view show the planned frames. False: a page lies in another frame for now, or
-  // see failure(). REQUIRES: nobody uses the view.
-  bool show_planned(UnitId unit, std::span<const FrameId> occupied);
-  // Makes the unit's view show these frames, by page, which it rests in.
-  std::optional<Error> show_resting(UnitId unit, std::span<const FrameId> frames);
+  // Makes the unit's view show the planned frames: `pages_max` pages of it at most, which becomes
+  // what is left of that. False: there are more, or a page lies in another frame for now, or see
+  // failure(). REQUIRES: nobody uses the view.
+  bool show_planned(UnitId unit, std::span<const FrameId> occupied, std::size_t& pages_max);
+  // To map a page takes as long as it is large: so many are mapped in one turn.
+  std::size_t pages_of_turn() const { return std::max<std::size_t>(1, kShownBytes / page_bytes_); }
+  // Makes the unit's view show these frames, by page, which it rests in: pages_of_turn() at a time.
+  // False: there are more, or see failure().
+  bool show_resting(UnitId unit, std::span<const FrameId> frames);
   // Frames from here on are gone, or have other memory: views are mapped anew.
   void forget_mappings(FrameId first);
 
@@ -76,6 +82,8 @@ class DeviceFrames final {
     FrameId mapped = kNoFrame;  // what the view shows
     FrameId planned = kNoFrame;
   };
+
+  static constexpr std::size_t kShownBytes = 4 * kMiB;
 
   std::optional<Error> show(UnitId unit, std::vector<ViewPage> pages);
   void release_views();

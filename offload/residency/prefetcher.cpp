@@ -207,7 +207,7 @@ void Prefetcher::evict(UnitId unit) {
   }
 }
 
-std::optional<Error> Prefetcher::show_resting(UnitId unit) {
+bool Prefetcher::show_resting(UnitId unit) {
   STRATA_ASSERT(loads_.empty() && !in_use(unit) && rests(unit));
   std::erase(unshown_, unit);
   std::vector<FrameId> frames;
@@ -285,12 +285,19 @@ FrameId Prefetcher::frame_for(PageId page) const {
   return best;
 }
 
-// Ahead of its use, and all pages at once: to map is slow. False: not now.
-bool Prefetcher::show_planned(UnitId unit) {
+// Ahead of its use, and many pages at once: to map is slow. False: not now, or not all of it.
+bool Prefetcher::show_planned(UnitId unit, std::size_t& pages_max) {
   if (in_use(unit) || !passed(unit)) return false;
   std::vector<FrameId> occupying;
   for (const PageId page : frames_.pages(unit)) occupying.push_back(occupied(page));
-  return frames_.show_planned(unit, occupying);
+  return frames_.show_planned(unit, occupying, pages_max);
+}
+
+bool Prefetcher::show_some() {
+  const std::size_t pages_max = frames_.pages_of_turn();
+  std::size_t left = pages_max;
+  const auto shown = [&](UnitId unit) { return left != 0 && show_planned(unit, left); };
+  return std::erase_if(unshown_, shown) != 0 || left != pages_max;
 }
 
 // Of a unit that rests on the device: what was written in host memory goes there.
@@ -335,7 +342,7 @@ bool Prefetcher::load_unit(UnitId unit) {
 }
 
 bool Prefetcher::turn() {
-  bool moved = std::erase_if(unshown_, [this](UnitId unit) { return show_planned(unit); }) != 0;
+  bool moved = show_some();
   moved |= loads_.turn();
   for (const UnitId unit : demanded_) moved |= load_unit(unit);
   for (const UnitId unit : wanted_) moved |= load_unit(unit);

@@ -93,7 +93,7 @@ class Prefetcher final {
   void evict(UnitId unit);
   // The unit's view shows it where it rests: on the device, beyond frame_limit(). REQUIRES:
   // still(); not in use; evicted.
-  std::optional<Error> show_resting(UnitId unit);
+  bool show_resting(UnitId unit);
   bool rests(UnitId unit) const;
 
   // Starts what is to come. True when anything moved.
@@ -131,7 +131,8 @@ class Prefetcher final {
   std::size_t frames_of(UnitId unit) const;
   void follow_plan(UnitId unit, bool backward, bool recorded);
   void want_uses(std::size_t first);
-  bool show_planned(UnitId unit);
+  bool show_planned(UnitId unit, std::size_t& pages_max);
+  bool show_some();
   bool load_unit(UnitId unit);
   bool write_back(UnitId unit);
   void drop_spoiled(UnitId unit);

@@ -60,7 +60,7 @@ SsdProbe::SsdProbe(const SsdProbeOptions& options, std::string_view io_engine)
       memory_(depth_ * options.page_bytes),
       store_(store_options(options), make_io_engine(io_engine, &bell_, depth_), &bell_) {
   STRATA_ASSERT(depth_ >= 2);
-  store_.register_memory(memory_.bytes());
+  store_.warn(store_.register_memory(memory_.bytes()));
   for (std::uint32_t i = 0; i < depth_; ++i) buffers_.push_back(i);
   fill();
 }

@@ -1,7 +1,8 @@
 // Port: asynchronous reads and writes of files opened with O_DIRECT. An engine knows nothing of
 // pages, retries or checksums: it reports what the kernel said, and Store decides.
 //
-// Threads: one caller at a time (the core's lock). Completions ring the doorbell.
+// Threads: one caller at a time (the core's lock, or whoever has it to himself while memory is
+// registered). Completions ring the doorbell.
 //
 //   auto engine = make_io_engine("auto", &bell, 64, &why);  // io_uring, else libaio, else threads
 //   int file = engine->attach(fd, file_bytes);

@@ -146,7 +146,7 @@ bool Store::start(const Transfer& transfer) {
   STRATA_ASSERT(!slot.busy);
   STRATA_ASSERT(transfer.buffer != nullptr);
   STRATA_ASSERT(reinterpret_cast<std::uintptr_t>(transfer.buffer) % kIoAlignment == 0);
-  if (idle_.empty()) return false;
+  if (idle_.empty() || paused_) return false;
   const std::uint32_t which = idle_.back();
   idle_.pop_back();
   transfers_[which] = transfer;
@@ -160,6 +160,7 @@ bool Store::start(const Transfer& transfer) {
 }
 
 bool Store::turn(Completions& out) {
+  if (paused_) return false;
   bool moved = false;
   bool reaped = false;
   // What was reaped is hashed, continued or retried in the same turn, or nobody would ring.
@@ -303,7 +304,7 @@ bool Store::end_pauses() {
   if (pausing_.empty()) return false;
   const std::int64_t now = options_.now();
   const auto over = std::partition(pausing_.begin(), pausing_.end(),
-                                   [now](const Pause& p) { return p.end_ns > now; });
+                                   [now](const Paused& p) { return p.end_ns > now; });
   for (auto pause = over; pause != pausing_.end(); ++pause) waiting_.push_back(pause->transfer);
   const bool any = over != pausing_.end();
   pausing_.erase(over, pausing_.end());
@@ -357,9 +358,9 @@ Error Store::failure(const Transfer& transfer, Fault fault, const std::string& w
   return error;
 }
 
-void Store::register_memory(std::span<std::byte> memory) {
+std::optional<Error> Store::register_memory(std::span<std::byte> memory) {
   STRATA_ASSERT(in_flight() == 0);
-  if (auto error = engine_->register_memory(memory)) warnings_.push_back(error->text());
+  return engine_->register_memory(memory);
 }
 
 bool Store::read(SlotId slot, std::byte* to, std::uint64_t version, std::uint64_t tag) {

@@ -180,11 +180,29 @@ class Store final {
   // False: a file of it can have no further names. From the first time on they have one of ours.
   [[nodiscard]] bool keep_linkable();
 
-  // Announces the memory that buffers come from. REQUIRES: nothing in flight.
-  void register_memory(std::span<std::byte> memory);
+  // Announces the memory that buffers come from. It takes long, and needs no lock while there is a
+  // Pause. Why it was refused, which only costs time: for warn(). REQUIRES: nothing in flight.
+  std::optional<Error> register_memory(std::span<std::byte> memory);
+  void warn(const std::optional<Error>& refused) {
+    if (refused) warnings_.push_back(refused->text());
+  }
+  // While this lives the store takes no request: read() and write() say that it is full. REQUIRES:
+  // nothing in flight.
+  class [[nodiscard]] Pause final {
+   public:
+    explicit Pause(Store& store) : store_(store) {
+      STRATA_ASSERT(store.in_flight() == 0 && !store.paused_);
+      store.paused_ = true;
+    }
+    ~Pause() { store_.paused_ = false; }
+    Pause(const Pause&) = delete;
+    Pause& operator=(const Pause&) = delete;
+
+   private:
+    Store& store_;
+  };
   // Sentences for the log: what works, but not as well as it could (no O_DIRECT, tmpfs, plain
-  // buffers), and what a killed process had left. Grows in the constructor and in
-  // register_memory().
+  // buffers), and what a killed process had left. Grows in the constructor and in warn().
   const std::vector<std::string>& warnings() const { return warnings_; }
   const StoreCounters& counters() const { return counters_; }
   const char* engine_name() const { return engine_->name(); }
@@ -211,7 +229,7 @@ class Store final {
     std::uint32_t shortages = 0;    // that pass by themselves, since bytes last moved
     std::uint32_t errors = 0;       // of the disk, likewise
   };
-  struct Pause {
+  struct Paused {
     std::uint32_t transfer = 0;
     std::int64_t end_ns = 0;
   };
@@ -265,9 +283,10 @@ class Store final {
   std::vector<std::uint32_t> idle_;     // indices into transfers_
   std::deque<std::uint32_t> unhashed_;  // likewise: to be hashed, in order
   std::deque<std::uint32_t> waiting_;   // likewise: to be submitted, in order
-  std::vector<Pause> pausing_;          // to be submitted again later
-  PageFiles files_;                     // one for each stripe, or none at all
-  std::vector<int> numbers_;            // of the stripes, as the engine knows them
+  bool paused_ = false;
+  std::vector<Paused> pausing_;  // to be submitted again later
+  PageFiles files_;              // one for each stripe, or none at all
+  std::vector<int> numbers_;     // of the stripes, as the engine knows them
   Crew<HashJob, HashDone> hashes_;
   // Last, so that it is destroyed first: files close once nothing is in flight any more.
   std::unique_ptr<IoEngine> engine_;

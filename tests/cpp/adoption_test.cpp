@@ -2,6 +2,7 @@
 // pages rest then, and that the bits stay, is the affair of on_device.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <memory>
 #include <string>
 #include <vector>
@@ -151,6 +152,40 @@ TEST(Adoption, WhatTheMachineRefusesMovesNothing) {
   EXPECT_EQ(session.stats().plans, stats.plans);
   train(session, 2);
   EXPECT_EQ(session.stats().deviations, 0U);
+  EXPECT_EQ(contents(session), expected(3));
+}
+
+// Memory is claimed and given back without the lock: others come in, and find what there was.
+TEST(Adoption, OthersGoOnWhileMemoryIsClaimed) {
+  Config config = small_config("simulated");
+  const std::uint32_t whole = choose_residence(config).layout.page_count / kUnits;
+  config.device_bytes += 2 * whole * kPage;
+  Session* there = nullptr;
+  std::vector<float> found(kNumel);
+  int came = 0;
+  const auto read = [&] {
+    ASSERT_FALSE(Lock::held_here());
+    if (there == nullptr) return;
+    there->read(1, Kind::master, 0, found.data(), found.size());
+    ++came;
+  };
+  SessionParts parts;
+  parts.device = faulty(host_device(nullptr, CopyMode::polled), {.claiming = read});
+  parts.io_engine = std::make_unique<MemoryEngine>(nullptr, 64);
+  parts.idle = [] {};
+  Session session(config, std::move(parts));
+  fill(session);
+  train(session, 1);
+  session.drain();
+  there = &session;
+  rest_on_device(session, {true, false, false, false}, 5 * kPage);
+  EXPECT_EQ(came, 1);
+  rest_on_device(session, {false, false, false, false}, 5 * kPage);
+  EXPECT_GT(came, 1);
+  there = nullptr;
+  const std::vector<float> all = expected(1);
+  EXPECT_TRUE(std::equal(found.begin(), found.end(), all.begin() + kNumel));
+  train(session, 2);
   EXPECT_EQ(contents(session), expected(3));
 }
 

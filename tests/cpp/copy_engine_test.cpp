@@ -117,7 +117,7 @@ TEST_P(CopyEngineTest, MemoryIsPinnedOrCopiedAllTheSame) {
   const std::span<std::byte> all(memory);
   // It grows, shrinks and goes.
   for (const std::size_t pages : {2U, 4U, 1U, 0U, 3U}) {
-    EXPECT_LE(copies_->pin_host(all.first(pages * page_)), pages * page_);
+    EXPECT_LE(copies_->pin_host(all.first(pages * page_)).bytes, pages * page_);
     for (std::size_t page = 0; page < pages; ++page) {
       const auto sent = pattern(page_, 19 + page);
       std::memcpy(&memory[page * page_], sent.data(), page_);
@@ -127,7 +127,7 @@ TEST_P(CopyEngineTest, MemoryIsPinnedOrCopiedAllTheSame) {
       EXPECT_EQ(got, sent);
     }
   }
-  EXPECT_EQ(copies_->pin_host({}), 0U);
+  EXPECT_EQ(copies_->pin_host({}).bytes, 0U);
 }
 
 INSTANTIATE_TEST_SUITE_P(Devices, CopyEngineTest, every_device(), conformance_name);

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "device_subjects.hpp"
+#include "memory/core_lock.hpp"
 
 namespace strata::cuda_device_test {
 namespace {
@@ -76,7 +77,7 @@ TEST(CudaPorts, AViewIsOpenedToTheDeviceAtOnce) {
   ASSERT_FALSE(rig.device.memory->resize(4));
   const std::size_t before = rig.driver->count("set_access");
   ASSERT_FALSE(rig.device.memory->resize(8));
-  EXPECT_EQ(rig.driver->count("set_access") - before, 2U) << "the frames' own, and the view's";
+  EXPECT_EQ(rig.driver->count("set_access") - before, 1U) << "of all that came";
   rig.device.memory->release(view, 8 * kPage);
   EXPECT_EQ(rig.close(), "");
 }
@@ -221,6 +222,7 @@ TEST(CudaPorts, AGrowthThatFailsChangesNothing) {
         EXPECT_EQ(driver.leaks().find("2 handles of memory"), 0U) << driver.leaks();
         EXPECT_FALSE(device.memory->resize(4)) << "it can be had the second time";
       }
+      EXPECT_FALSE(device.memory->map(view, 1, FrameId{3}));
       std::memset(view, 1, 2 * kPage);
       device.memory->release(view, 2 * kPage);
     }
@@ -263,6 +265,32 @@ TEST(CudaPorts, ALostDeviceTellsOneErrorForEverMore) {
   EXPECT_THROW(rig.device.memory->reserve(kPage), StrataError);
   EXPECT_EQ(since(*rig.driver, from), Calls{});
   // 3. What it held goes back all the same.
+  EXPECT_EQ(rig.close(), "");
+}
+
+// However far the caller is ahead of the device: whoever asks has the core's lock.
+TEST(CudaPorts, NobodyWaitsForRoom) {
+  Rig rig = make_cuda(nullptr, {});
+  ASSERT_FALSE(rig.device.memory->claim(1, kPage));
+  std::vector<std::byte> bytes(kPage);
+  rig.driver->hold(nullptr);
+  rig.driver->forbid_locked_sleeps();
+  {
+    std::mutex mutex;
+    const Lock lock(mutex);
+    for (int i = 0; i < 5'000; ++i) rig.device.copies->record(nullptr);
+    const CopyTicket computed = rig.device.copies->record(nullptr);
+    CopyTicket last{};
+    for (int i = 0; i < 300; ++i) {
+      last = copy_to(*rig.device.copies, rig.device.memory->address(FrameId{0}), bytes.data(),
+                     kPage, computed);
+    }
+    EXPECT_TRUE(rig.device.copies->computes());
+    EXPECT_FALSE(rig.device.copies->done(last));
+    rig.driver->let_go(nullptr);
+    EXPECT_TRUE(rig.device.copies->done(last));
+    EXPECT_FALSE(rig.device.copies->computes());
+  }
   EXPECT_EQ(rig.close(), "");
 }
 

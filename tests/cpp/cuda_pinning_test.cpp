@@ -24,11 +24,12 @@ TEST(CudaPorts, LockedMemoryIsPinnedInPiecesAsFarAsTheLimitAllows) {
   };
   for (const Case& one : {Case{SIZE_MAX, all, 3}, Case{520 * kMiB, 512 * kMiB, 2}, Case{0, 0, 0}}) {
     Rig rig = make_cuda(nullptr, {.registered_bytes_max = one.limit});
-    EXPECT_EQ(rig.device.copies->pin_host({memory, all}), one.pinned);
+    EXPECT_EQ(rig.device.copies->pin_host({memory, all}).bytes, one.pinned);
     EXPECT_EQ(rig.driver->complaint(), "");
     // Less of it: what lies beyond is given back before it goes.
     const std::size_t unpinned = rig.driver->count("host_unregister");
-    EXPECT_EQ(rig.device.copies->pin_host({memory, 256 * kMiB}), std::min(one.pinned, 256 * kMiB));
+    EXPECT_EQ(rig.device.copies->pin_host({memory, 256 * kMiB}).bytes,
+              std::min(one.pinned, 256 * kMiB));
     EXPECT_EQ(rig.driver->count("host_unregister") - unpinned,
               one.pieces == 0 ? 0 : one.pieces - 1);
     EXPECT_EQ(rig.close(), "");
@@ -43,12 +44,12 @@ TEST(CudaPorts, MemoryOfOthersIsPinnedAsItGrows) {
   const std::span<const std::byte> second = std::span(memory).subspan(4 * kPage);
   Rig rig = make_cuda(nullptr, {.registered_bytes_max = 6 * kPage});
   CopyEngine& copies = *rig.device.copies;
-  EXPECT_EQ(copies.pin_others(first.first(2 * kPage)), 2 * kPage);
-  EXPECT_EQ(copies.pin_others(second), 3 * kPage);
-  EXPECT_EQ(copies.pin_others(first.first(3 * kPage)), 3 * kPage);
+  EXPECT_EQ(copies.pin_others(first.first(2 * kPage)).bytes, 2 * kPage);
+  EXPECT_EQ(copies.pin_others(second).bytes, 3 * kPage);
+  EXPECT_EQ(copies.pin_others(first.first(3 * kPage)).bytes, 3 * kPage);
   EXPECT_EQ(rig.driver->count("host_register"), 3U);
   // There is no room for the rest.
-  EXPECT_EQ(copies.pin_others(first.first(4 * kPage)), 3 * kPage);
+  EXPECT_EQ(copies.pin_others(first.first(4 * kPage)).bytes, 3 * kPage);
   EXPECT_EQ(rig.close(), "");
 }
 
@@ -56,7 +57,7 @@ TEST(CudaPorts, CopiesGoOnWhereNothingCanBePinned) {
   Rig rig = make_cuda(nullptr, {.registered_bytes_max = 0});
   ASSERT_FALSE(rig.device.memory->claim(1, kPage));
   std::vector<std::byte> sent(kPage, std::byte{3}), got(kPage);
-  EXPECT_EQ(rig.device.copies->pin_host(sent), 0U);
+  EXPECT_EQ(rig.device.copies->pin_host(sent).bytes, 0U);
   copy_in(rig.device, FrameId{0}, sent.data(), kPage);
   rig.device.copies->wait(copy_out(rig.device, got.data(), FrameId{0}, kPage));
   EXPECT_EQ(got, sent);

@@ -3,10 +3,12 @@
 // no parameter.
 #include <gtest/gtest.h>
 
+#include <chrono>
 #include <memory>
 #include <optional>
 #include <stdexcept>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "adoptions.hpp"
@@ -91,6 +93,29 @@ TEST(CudaSwapping, ComputationWaitsAndTheCallerDoesNot) {
       other.finish();
     }
   }
+}
+
+// What is dropped in flight waits for the device: the driver's double complains of a sleep with the
+// core's lock.
+TEST(CudaSwapping, NobodyStandsStillWhileADropWaits) {
+  RecordingDriver driver({.host_tensors = true});
+  {
+    Session session(config(64), parts_over(driver, true));
+    reserve_activations(session, 4 * kPage, 0);
+    const CallersWork work(driver.table());
+    Bytes tensor(3 * kPage);
+    driver.hold(work.stream());
+    const auto id =
+        session.save_activation(tensor.data(), tensor.size(), Tier::host, UnitId{1}, work.stream());
+    const std::jthread device([&] {
+      std::this_thread::sleep_for(std::chrono::milliseconds(5));
+      driver.let_go(work.stream());
+    });
+    session.drop_activation(id.value());
+    EXPECT_FALSE(driver.in_flight(tensor.data(), tensor.size()));
+    EXPECT_THROW(session.activation_saved(*id, false), StrataError);
+  }
+  EXPECT_EQ(left(driver), "");
 }
 
 TEST(CudaSwapping, PagesOnTheSsdAreReadAndNoMore) {

@@ -84,16 +84,36 @@ TEST_P(FramesTest, FramesComeAndGo) {
   fill(FrameId{kFrames + 2}, added);
   EXPECT_TRUE(shows(view_of({FrameId{kFrames + 2}}), added));
   EXPECT_TRUE(shows(view, kept));
-  // 2. Fewer: what remains is as it was, and views release what they show no longer.
+  // 2. Fewer: what remains is as it was.
   error = memory_->resize(2);
   ASSERT_FALSE(error) << error->text();
   EXPECT_TRUE(shows(view, kept));
-  // 3. Views show frames that come back.
+  // 3. Frames that come back are mapped again.
   error = memory_->resize(kFrames);
   ASSERT_FALSE(error) << error->text();
   fill(FrameId{5}, again);
   EXPECT_TRUE(shows(view, kept));
-  EXPECT_TRUE(shows(view + page_, again));
+  EXPECT_TRUE(shows(view_of({FrameId{5}}), again));
+}
+
+// As while others go on: memory that is claimed changes nothing before it becomes frames.
+TEST_P(FramesTest, MemoryIsClaimedAheadOfItsFrames) {
+  const auto kept = pattern(page_, 19), added = pattern(page_, 20);
+  fill(FrameId{1}, kept);
+  const std::byte* const there = memory_->address(FrameId{1});
+  for (const bool becomes_frames : {false, true}) {
+    auto error = memory_->claim_memory(kFrames + 5);
+    ASSERT_FALSE(error) << error->text();
+    EXPECT_TRUE(shows(view_of({FrameId{1}}), kept));
+    if (becomes_frames) memory_->set_frames(kFrames + 5);
+    memory_->give_back_memory();
+  }
+  EXPECT_EQ(memory_->address(FrameId{1}), there);
+  fill(FrameId{kFrames + 4}, added);
+  EXPECT_TRUE(shows(view_of({FrameId{kFrames + 4}, FrameId{1}}), added));
+  memory_->set_frames(2);
+  memory_->give_back_memory();
+  EXPECT_TRUE(shows(view_of({FrameId{1}}), kept));
 }
 
 INSTANTIATE_TEST_SUITE_P(Devices, FramesTest, every_device(), conformance_name);

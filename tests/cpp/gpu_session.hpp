@@ -18,6 +18,7 @@ namespace strata {
 inline SessionParts parts_over(RecordingDriver& driver, bool pump = false,
                                GpuOptions options = {}) {
   SessionParts parts;
+  if (pump) driver.forbid_locked_sleeps();
   parts.open_device = [&driver, pump, options](Doorbell* bell) {
     return gpu(driver, pump ? bell : nullptr, options);
   };

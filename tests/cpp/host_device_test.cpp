@@ -58,7 +58,7 @@ TEST(HostDeviceDeathTest, MisuseDies) {
   Device device = host_device(nullptr, CopyMode::polled);
   ASSERT_FALSE(device.memory->claim(2, kPageBytesMin));
   std::vector<std::byte> bytes(2 * kPageBytesMin);
-  EXPECT_DEATH(copy_in(device, FrameId{2}, bytes.data(), 1), "frame_count_");
+  EXPECT_DEATH(copy_in(device, FrameId{2}, bytes.data(), 1), "addresses_");
   EXPECT_DEATH(copy_in(device, FrameId{0}, nullptr, 1), "from != nullptr");
   EXPECT_DEATH(copy_to(*device.copies, bytes.data(), &bytes[1], 1, CopyTicket{9}), "last_");
   EXPECT_DEATH(device.copies->done(CopyTicket{9}), "last_");

@@ -11,6 +11,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <deque>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <random>
@@ -28,6 +29,8 @@ struct DeviceFaults {
   std::uint64_t nth_claim = 0;
   // For a session that moves pages before it knows whether the machine has the memory for it.
   std::size_t frames_max = SIZE_MAX;
+  // For a session that stands still while memory is claimed or given back: called meanwhile.
+  std::function<void()> claiming = {};
   // For a view whose pages are believed to be mapped when the kernel is out of mappings.
   std::uint64_t nth_map = 0;
   // For a mover that takes a ticket that is done for bytes that arrived. The copy's bytes stay
@@ -59,10 +62,16 @@ class FaultyMemory final : public DeviceMemory {
     if (++claims_ == faults_.nth_claim) return injected_fault("claim", Fault::memory);
     return inner_->claim(frame_count, page_bytes);
   }
-  std::optional<Error> resize(std::size_t frame_count) override {
-    if (++claims_ == faults_.nth_claim) return injected_fault("resize", Fault::memory);
-    if (frame_count > faults_.frames_max) return injected_fault("resize", Fault::memory);
-    return inner_->resize(frame_count);
+  std::optional<Error> claim_memory(std::size_t frame_count) override {
+    if (faults_.claiming) faults_.claiming();
+    if (++claims_ == faults_.nth_claim) return injected_fault("claim", Fault::memory);
+    if (frame_count > faults_.frames_max) return injected_fault("claim", Fault::memory);
+    return inner_->claim_memory(frame_count);
+  }
+  void set_frames(std::size_t frame_count) override { inner_->set_frames(frame_count); }
+  void give_back_memory() override {
+    if (faults_.claiming) faults_.claiming();
+    inner_->give_back_memory();
   }
   std::byte* address(FrameId frame) const override { return inner_->address(frame); }
   std::byte* reserve(std::size_t bytes) override { return inner_->reserve(bytes); }

@@ -26,9 +26,11 @@ class LendingMemory final : public DeviceMemory {
   std::optional<Error> claim(std::size_t frame_count, std::size_t page_bytes) override {
     return inner_->claim(frame_count, page_bytes);
   }
-  std::optional<Error> resize(std::size_t frame_count) override {
-    return inner_->resize(frame_count);
+  std::optional<Error> claim_memory(std::size_t frame_count) override {
+    return inner_->claim_memory(frame_count);
   }
+  void set_frames(std::size_t frame_count) override { inner_->set_frames(frame_count); }
+  void give_back_memory() override { inner_->give_back_memory(); }
   std::byte* address(FrameId frame) const override { return inner_->address(frame); }
   std::byte* reserve(std::size_t bytes) override { return inner_->reserve(bytes); }
   void release(std::byte* view, std::size_t bytes) override { inner_->release(view, bytes); }

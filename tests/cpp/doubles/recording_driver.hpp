@@ -4,8 +4,9 @@
 // with undefined behaviour. It exists for these bugs: a page that is mapped before it is unmapped,
 // or used while it is not accessible; anything given back twice, never, or while work in flight
 // uses it; copies that are in order only because a host's copies are instant; a call in the middle
-// of a step that the driver takes its time for; a call that spoils a graph which another thread
-// captures; and ways out of a failed call that leave half behind.
+// of a step that the driver takes its time for; a sleep in the driver with the core's lock; a call
+// that spoils a graph which another thread captures; and ways out of a failed call that leave half
+// behind.
 //
 // Threads: any; calls take turns.
 //
@@ -109,6 +110,9 @@ class RecordingDriver final {
   // From here on, calls that make, map or give back anything are complained of.
   void begin_steady() { set(steady_, true); }
   void end_steady() { set(steady_, false); }
+  // From here on a sleep in the driver with the core's lock is complained of. Without threads
+  // workers run, and sleep, in whoever takes turns.
+  void forbid_locked_sleeps() { set(locked_sleeps_, false); }
   // Somebody captures a graph, as PyTorch does; then: whether it was left alone.
   void begin_capture() { set(capture_, Capture::intact); }
   bool end_capture() { return set(capture_, Capture::none) == Capture::intact; }
@@ -215,6 +219,7 @@ class RecordingDriver final {
   bool runnable(const std::deque<Work>& stream) const;
   void run_one(std::deque<Work>& stream);
   bool run_some(std::uint64_t count);
+  void sleep_until(const std::function<bool()>& over);
   void run_until(const std::function<bool()>& over);
   std::optional<Place> place(const std::byte* at, std::size_t bytes) const;
   void copy(std::byte* to, const std::byte* from, std::size_t bytes) const;
@@ -249,8 +254,9 @@ class RecordingDriver final {
   std::string complaint_;
   int lost_by_ = kCudaSuccess;
   bool steady_ = false;
-  int shown_ = 0;         // Shown that live
-  bool no_push_ = false;  // a push was refused: who goes on to give back does it without
+  bool locked_sleeps_ = true;  // are allowed
+  int shown_ = 0;              // Shown that live
+  bool no_push_ = false;       // a push was refused: who goes on to give back does it without
 };
 
 }  // namespace strata

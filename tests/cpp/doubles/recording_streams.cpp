@@ -10,6 +10,7 @@
 
 #include "doubles/recording_driver.hpp"
 #include "memory/check.hpp"
+#include "memory/core_lock.hpp"
 
 namespace strata {
 namespace {
@@ -66,7 +67,7 @@ void RecordingDriver::fill_streams(CudaDriver& table) {
   table.stream_synchronize = [](void* self, CudaStream stream) {
     const Call driver(self);
     const int result = driver->enter("stream_synchronize", Kind::use);
-    driver->run_until([&] { return driver->streams_.at(stream).empty(); });
+    driver->sleep_until([&] { return driver->streams_.at(stream).empty(); });
     return result;
   };
   table.stream_wait = [](void* self, CudaStream stream, CudaEvent event) {
@@ -121,7 +122,7 @@ void RecordingDriver::fill_events(CudaDriver& table) {
     const Call driver(self);
     if (const int failed = driver->enter("event_synchronize", Kind::use)) return failed;
     const Event& state = driver->events_.at(event);
-    driver->run_until([&] { return state.passed >= state.recorded; });
+    driver->sleep_until([&] { return state.passed >= state.recorded; });
     return kCudaSuccess;
   };
 }
@@ -251,6 +252,14 @@ void RecordingDriver::let_go(CudaStream stream) {
   const std::scoped_lock turn(turn_);
   std::erase(held_, stream);
   if (!options_.late) run_some(UINT64_MAX);
+}
+
+// The caller's thread sleeps in the driver. A session that has lost the device may do so anywhere.
+void RecordingDriver::sleep_until(const std::function<bool()>& over) {
+  if (!locked_sleeps_ && !over() && Lock::held_here() && lost_by_ == kCudaSuccess) {
+    complain("somebody sleeps in the driver and holds the core's lock");
+  }
+  run_until(over);
 }
 
 // Where a stream is held, others may let it go.
