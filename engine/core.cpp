@@ -166,8 +166,24 @@ bool Core::advance(Part part) {
   return false;
 }
 
+bool Core::uses_disk() const {
+  return std::ranges::any_of(kLinks, [this](const LinkRow& row) {
+    return row.carrier == Carrier::store && base.transfers.in_flight(row.link) != 0;
+  });
+}
+
+// What stands still, for a person to look after.
+std::string Core::culprit() const {
+  if (uses_disk()) return "the disk may hang";
+  const bool copies = std::ranges::any_of(
+      kLinks, [this](const LinkRow& row) { return base.transfers.in_flight(row.link) != 0; });
+  if (copies) return "copies to and from " + base.tiers.device().description() + " may hang";
+  return "neither the disk nor the device has anything to do: please report it";
+}
+
 bool Core::runs_foreign() const {
   if (ranks && ranks->waits()) return true;
+  if (!uses_disk() && base.tiers.copies().computes()) return true;
   const Workers& workers = updates.workers();
   return workers.thread_count() != 0 && workers.in_flight() != 0 &&
          std::ranges::any_of(base.config.groups,
@@ -204,8 +220,8 @@ Error Core::stuck(const Awaited& awaited, const std::string& looks) const {
     error.what += ",";
   }
   error.what += " " + std::to_string(swapping.saves().copies_in_flight()) +
-                " copies of activations; updates " + (updates.busy() ? "wait" : "are done") +
-                "; the disk may hang";
+                " copies of activations; updates " + (updates.busy() ? "wait" : "are done") + "; " +
+                culprit();
   if (awaited.unit != kNoUnit) error.unit = base.names.of(awaited.unit);
   return error;
 }

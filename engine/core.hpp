@@ -94,7 +94,9 @@ class Core final {
 
   bool turn(Part part) STRATA_REQUIRES(core_lock);
   bool advance(Part part) STRATA_REQUIRES(core_lock);
+  bool uses_disk() const;
   bool runs_foreign() const;
+  std::string culprit() const;
   Error stuck(const Awaited& awaited, const std::string& looks) const;
   void add_memory(SessionStats& stats) const;
 

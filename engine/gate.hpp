@@ -16,8 +16,9 @@
 // Note [Stuck]
 // A wait for a disk or a link that hangs is to end. What counts are looks, not the clock: a process
 // that is stopped (by SIGSTOP, a debugger, a container that is paused) looks at nothing, and a
-// pause of any length is one look at most. Nor is a look in vain while the user's own optimizer
-// runs on a worker: somebody may be debugging it.
+// pause of any length is one look at most. Nor is a look in vain while somebody else's work goes
+// on, which may take as long as it likes: the user's own optimizer on a worker, or computation on
+// the device. With a request at the disk it is in vain all the same: no disk takes that long.
 #pragma once
 
 #include <atomic>

@@ -119,6 +119,29 @@ TEST(CudaPolling, ALookAsksForOneEventOfEachStream) {
   EXPECT_EQ(rig.close(), "");
 }
 
+// The watchdog's looks do not count while the device computes, however long that takes.
+TEST(CudaPolling, ComputationThatIsSlowDoesNotHang) {
+  RecordingDriver driver({.host_tensors = true});
+  {
+    SessionParts parts = parts_over(driver, true);
+    parts.look_period = milliseconds(1);
+    parts.looks_max = 20;
+    Session session(gpu_config(), std::move(parts));
+    const CallersWork work(driver.table());
+    fill(session);
+    const std::vector<std::byte> gradient(kNumel * size_of(Dtype::bfloat16));
+    session.enter(UnitId{0}, true, true, work.stream());
+    driver.hold(work.stream());
+    const std::jthread device([&] {
+      std::this_thread::sleep_for(milliseconds(200));
+      driver.let_go(work.stream());
+    });
+    EXPECT_NO_THROW(session.land_gradient(0, gradient.data(), Dtype::bfloat16, work.stream()));
+    session.leave(UnitId{0}, work.stream());
+  }
+  EXPECT_EQ(left(driver), "");
+}
+
 // An activation waits on the device for memory that is still in use; what goes up, or out, behind
 // it does not.
 TEST(CudaPolling, ParametersPassAnActivationThatWaits) {
