@@ -147,7 +147,7 @@ def fails_behind(run: Rank) -> list[str]:
 def _await_refusals(run: Rank) -> None:
     """Lives on for the longest that any rank is to take: its end would tell the others, too."""
     run.mark(f"refused-{run.rank}")
-    until = time.monotonic() + 30
+    until = time.monotonic() + 300
     while time.monotonic() < until and len(list(run.folder.glob("refused-*"))) < run.ranks:
         time.sleep(0.01)
 

@@ -99,7 +99,7 @@ def saves_beside(
         draws = torch.rand(3).tolist()
         if attempt == 0:
             train(run, model, optimizer, after, first=STEPS)
-        failed = _error_of(lambda handle=handle: handle.wait(60))  # type: ignore[misc]
+        failed = _error_of(lambda handle=handle: handle.wait(300))  # type: ignore[misc]
         said = failed if attempt == 0 else said
         shards.ShardWriter.write = write  # type: ignore[method-assign]
     run.meet()
@@ -119,7 +119,7 @@ def cannot_begin(run: Rank, path: str, what: str, **options: Any) -> dict[str, A
         saving.SnapshotValues.__init__ = fails  # type: ignore[method-assign]
     progress = fails if what == "progress" and run.rank == 0 else None
     said = _error_of(
-        lambda: strata.save(model, path, wait=what != "open", progress=progress).wait(60)
+        lambda: strata.save(model, path, wait=what != "open", progress=progress).wait(300)
     )
     saving.SnapshotValues.__init__ = init  # type: ignore[method-assign]
     run.meet()

@@ -40,7 +40,7 @@ from typing import Any
 
 from torch import distributed
 
-TIMEOUT_S = 150.0
+TIMEOUT_S = 600.0
 SAYS_S = 0.5  # what it takes to say where it hangs
 _codes: list[int] = []  # what this rank ends with, if it leaves quickly
 
@@ -67,11 +67,11 @@ class Run:
         os.kill(self.pids[rank], signal_number)
         return time.monotonic() - self._began
 
-    def await_mark(self, name: str, timeout: float = 30.0) -> None:
+    def await_mark(self, name: str, timeout: float = 300.0) -> None:
         """Returns when a rank has made the file `name` in its folder."""
         self._await((self.folder / name).exists, name, timeout)
 
-    def await_words(self, words: str, timeout: float = 30.0) -> None:
+    def await_words(self, words: str, timeout: float = 300.0) -> None:
         """Returns when ranks have printed them."""
         self._await(lambda: words in self.outputs(), words, timeout)
 

@@ -188,7 +188,7 @@ def run(code: str, *arguments: str) -> str:
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, "-c", PRELUDE + code, *arguments],
-        capture_output=True, text=True, timeout=100, env=env, check=False,
+        capture_output=True, text=True, timeout=300, env=env, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout

@@ -80,7 +80,7 @@ def test_ctrl_c_waits_for_the_snapshot(place: Path) -> None:
     process = started(told, slow_disk)
     wait_for_checkpoint(place / "out", process)
     process.send_signal(signal.SIGINT)
-    said, errors = process.communicate(timeout=120)
+    said, errors = process.communicate(timeout=300)
     assert process.returncode == 130, errors
     assert "is being taken in" in said
     last = max(r["step"] for r in lines(place / "out"))

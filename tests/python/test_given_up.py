@@ -124,7 +124,7 @@ def test_forwards_of_several_threads(core: ModuleType) -> None:
     def wait_there(*args: Any) -> None:
         if threading.current_thread() is slow:
             inside.set()
-            go_on.wait(10)
+            go_on.wait(300)
 
     x = torch.randn(3, 48)
 
@@ -135,7 +135,7 @@ def test_forwards_of_several_threads(core: ModuleType) -> None:
     handle = model.blocks[1][1].register_forward_pre_hook(wait_there)
     slow = threading.Thread(target=evaluate)
     slow.start()
-    inside.wait(10)
+    inside.wait(300)
     entered = entered_of(state)
     assert entered
     evaluate()
@@ -162,7 +162,7 @@ def test_no_step_under_the_forward_of_another_thread(core: ModuleType) -> None:
     def wait_there(*_: Any) -> None:
         if threading.current_thread() is slow:
             inside.set()
-            go_on.wait(10)
+            go_on.wait(300)
 
     def evaluate() -> None:
         with torch.no_grad():
@@ -172,7 +172,7 @@ def test_no_step_under_the_forward_of_another_thread(core: ModuleType) -> None:
     model.blocks[1][1].register_forward_pre_hook(wait_there)
     model(torch.randn(3, 48)).square().sum().backward()
     slow.start()
-    inside.wait(10)
+    inside.wait(300)
     with pytest.raises(RuntimeError, match="in use by another thread"):
         optimizer.step()
     go_on.set()

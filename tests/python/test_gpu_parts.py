@@ -123,7 +123,7 @@ def test_a_run_that_is_ended_leaves_no_process(tmp_path, number):
         time.sleep(0.02)
     time.sleep(0.1)  # until the numbers are written
     run.send_signal(number)
-    run.wait(20)
+    run.wait(300)
     assert gone(tmp_path / "pid")
     assert gone(tmp_path / "far")
 

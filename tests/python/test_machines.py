@@ -221,7 +221,7 @@ def test_ranks_that_see_other_folders_are_of_other_machines(ranks: Ranks) -> Non
 
 
 def test_a_rank_that_ends_early_ends_the_others(ranks: Ranks) -> None:
-    left, stayed = ranks.start("ends_early", EACH).wait(30)
+    left, stayed = ranks.start("ends_early", EACH).wait()
     assert left.code == 0, left.output
     all_say([stayed], "rank 0 has ended its training, and this one has not")
 
@@ -280,7 +280,7 @@ def test_torchrun_starts_them(tmp_path: Path, ranks: Ranks) -> None:
         )
         for node in (0, 1)
     ]  # fmt: skip
-    outputs: list[Any] = [agent.communicate(timeout=240)[0].split() for agent in agents]
+    outputs: list[Any] = [agent.communicate(timeout=600)[0].split() for agent in agents]
     assert [agent.returncode for agent in agents] == [0, 0], outputs
     assert [len(output) for output in outputs] == [2, 2]
     assert same(outputs[0] + outputs[1]) == same(ranks.run("bits", 1))

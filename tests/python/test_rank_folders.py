@@ -14,7 +14,7 @@ from variants import thorough
 def begin(ranks: Ranks, who: int | str, *folders: Path) -> Run:
     """A run that trains there without end."""
     run = ranks.start("at_moment", who, where="step", victim=0, **on(who, *folders))
-    run.await_mark("there", 60.0)
+    run.await_mark("there")
     return run
 
 
@@ -82,14 +82,14 @@ def test_of_several_folders_one_may_be_in_use(ranks: Ranks, tmp_path: Path) -> N
 def test_of_runs_that_begin_together_one_stays(ranks: Ranks, tmp_path: Path) -> None:
     how = {"where": "step", "victim": 0, **on(2, tmp_path)}
     runs = [ranks.start("at_moment", 2, **how) for _ in range(2)]
-    end = time.monotonic() + 60.0
+    end = time.monotonic() + 300.0
     while not (over := [run for run in runs if run.codes() is not None]):
         assert time.monotonic() < end, "both train"
         time.sleep(0.01)
     (ended,) = over
     (left,) = (run for run in runs if run is not ended)
     refused(ended.wait(), tmp_path, left)
-    left.await_mark("there", 60.0)
+    left.await_mark("there")
     kill(left)
 
 

@@ -87,7 +87,7 @@ def test_gradients_may_be_summed(ranks: Ranks) -> None:
 @pytest.mark.parametrize("where", ["ahead", "memory", "values"])
 def test_who_ends_before_all_train_is_not_waited_for(ranks: Ranks, where: str) -> None:
     run = ranks.start("rank_promises.ends_ahead", 2, where=where)
-    left, ended = run.wait(120)
+    left, ended = run.wait()
     assert ended.code == 3
     named = "another rank" if where == "ahead" else "rank 1"
     all_say([left], f"{named} .*ended.* its own output says why")
@@ -123,7 +123,7 @@ def test_ctrl_c_ends_all_and_leaves_nothing(ranks: Ranks, tmp_path: Path, who: l
     time.sleep(0.3)  # the other one waits for it, inside its step
     for rank in who:
         sent = run.kill(rank, signal.SIGINT)
-    outcomes = run.wait(120)
+    outcomes = run.wait()
     assert "KeyboardInterrupt" in outcomes[1].output
     assert outcomes[0].code != 0
     if who == [1]:

@@ -164,7 +164,7 @@ def test_a_rank_is_killed_in_save(
 ) -> None:
     path = tmp_path / "checkpoint"
     run = ranks.start("rank_saves.saves_under_fire", 2, path=str(path), where=where, victim=victim)
-    run.await_mark("there", 120.0)
+    run.await_mark("there")
     run.kill(victim)
     all_say([run.wait()[1 - victim]], f"rank {victim} has (failed or )?died")
     # The old one, or the new one, is there; and the next save leaves nothing else.

@@ -39,7 +39,7 @@ def kill_in_a_commit(ranks: Ranks, who: int | str, where: str, victim: int, **op
     run = ranks.start(
         "rank_snapshots.under_fire", who, steps=1, victim=victim, where=where, **options
     )
-    run.await_mark("there", 120.0)
+    run.await_mark("there")
     time.sleep(0.1)  # the other one comes to where it waits for it
     run.kill(victim)
     all_say([run.wait()[1 - victim]], f"rank {victim} has (failed or )?died")
@@ -50,7 +50,7 @@ def kill_at_any_moment(
 ) -> None:
     """One of two ranks, behind its first snapshot."""
     run = ranks.start("rank_snapshots.under_fire", who, steps=STEPS, victim=victim, **options)
-    run.await_mark("there", 120.0)
+    run.await_mark("there")
     time.sleep(chosen.uniform(0.0, 0.6))
     with contextlib.suppress(ProcessLookupError):  # it was at the end already
         run.kill(victim)

@@ -182,13 +182,13 @@ def test_what_one_rank_writes_ends_the_training(ranks: Ranks) -> None:
 
 def test_an_exception_of_one_rank_ends_all(ranks: Ranks) -> None:
     """Also of those that wait by means of torch, which a rank that stays for others would keep."""
-    outcomes = ranks.start("raises", 2).wait(20)
+    outcomes = ranks.start("raises", 2).wait()
     assert [outcome.code for outcome in outcomes] == [1, 1]
     assert "ArithmeticError" in outcomes[1].output
 
 
 def test_a_rank_that_ends_early_ends_the_others(ranks: Ranks) -> None:
-    left, stayed = ranks.start("ends_early", 2).wait(20)
+    left, stayed = ranks.start("ends_early", 2).wait()
     assert left.code == 0
     all_say([stayed], "rank 0 has ended its training, and this one has not")
 

@@ -28,7 +28,7 @@ class Gated(SGD):
 
     def step(self, closure: Any = None) -> Any:
         if threading.current_thread() is not threading.main_thread():
-            assert self.gate.wait(30)
+            assert self.gate.wait(300)
         return super().step(closure)
 
 

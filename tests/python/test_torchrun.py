@@ -21,7 +21,7 @@ pytestmark = pytest.mark.thorough
 
 HOME = Path(__file__).parent
 RANKS = 2
-TIMEOUT_S = 150.0
+TIMEOUT_S = 600.0
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "XDG_RUNTIME_DIR"} | {
     "PYTHONPATH": os.pathsep.join([str(HOME), *sys.path]),
     "GLOO_SOCKET_IFNAME": "lo",

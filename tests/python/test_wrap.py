@@ -336,7 +336,7 @@ def test_nothing_is_left_behind(tmp_path: Path, end: str) -> None:
     """Real core only: files and a clean exit."""
     script = SCRIPT.format(ssd=str(tmp_path), end=end)
     run = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=300, check=False
     )
     assert run.returncode not in (0, -6, -11), run.stderr
     assert [p for p in tmp_path.rglob("*") if p.is_file() and p.stat().st_size] == [], run.stderr
@@ -382,7 +382,7 @@ def test_a_forked_child_leaves_the_parent_its_session(optimizer: str, child: str
         [sys.executable, "-c", script], stderr=subprocess.PIPE, text=True, start_new_session=True
     )
     try:
-        _, told = process.communicate(timeout=60)
+        _, told = process.communicate(timeout=300)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)  # parent and child
         raise
