@@ -35,6 +35,7 @@ from ._runtime.optimizer import StrataOptimizer
 from ._runtime.undo import Undo
 from ._runtime.wrapped import Wrapped, wrapped
 from ._storage.rank_board import Board
+from ._storage.together import roll_of
 from .nn.replace import remove_tiles
 
 if TYPE_CHECKING:
@@ -242,7 +243,9 @@ def unwrap(model: nn.Module) -> nn.Module:
     board = Board.of(state, "unwrap")
     if board is not None:
         try:
-            board.meet("end", "strata.unwrap()")  # others still read what this rank holds
+            roll_of(state).leave("strata.unwrap()")
+            # Others still read what this rank holds.
+            board.meet("end", "strata.unwrap()", board.place())
         except StrataError:  # all of them end with it, and read nothing more
             state.ranks = None
             raise

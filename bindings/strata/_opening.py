@@ -44,6 +44,7 @@ from ._runtime.streams import refuse_graphed
 from ._runtime.undo import Undo
 from ._runtime.wrapped import Slot, Wrapped
 from ._storage import weights as weight_files
+from ._storage.rank_board import Board
 from ._storage.saved_file import stream_paged
 from ._storage.ssd_folders import Claim
 from ._storage.stored import stored_tensors
@@ -200,7 +201,9 @@ def _start(
     if options.ranks is not None:
         options.ranks.close()
         state.ranks = options.ranks
-        watch_ranks = Watch(session, options.rank_timeout)
+        board = Board.of(state, "watch")
+        assert board is not None
+        watch_ranks = Watch(session, options.rank_timeout, board.say_awaited)
         undo.first(watch_ranks.end)
         state.after_leaving.append(watch_ranks.end)
         undo.first(partial(give_up, session))  # others may be in their first step from here on

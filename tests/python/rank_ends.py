@@ -6,6 +6,7 @@ import gc
 import logging
 import os
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -140,6 +141,27 @@ def saves_without_one_that_has_ended(run: Rank) -> str:
     try:
         strata.save(model, run.folder / "checkpoint")
     except strata.CheckpointError as error:
+        return str(error)
+    return "nothing"
+
+
+def calls_apart(run: Rank, calls: list[str]) -> str:
+    """Each rank makes a call of its own. What this one is told."""
+    model, optimizer = wrap(run, make_model())
+    train(run, model, optimizer, 1)
+    folder = run.folder / "checkpoint"
+    if "load" in calls:
+        strata.save(model, folder)
+    made: dict[str, Callable[[], object]] = {
+        "save": lambda: strata.save(model, folder),
+        "load": lambda: strata.load(model, folder),
+        "snapshot": lambda: strata.snapshot(model, run.folder / "series").wait(),
+        "unwrap": lambda: strata.unwrap(model),
+        "step": lambda: train(run, model, optimizer, 1, first=1),
+    }
+    try:
+        made[calls[run.rank]]()
+    except RuntimeError as error:
         return str(error)
     return "nothing"
 

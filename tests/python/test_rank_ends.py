@@ -75,7 +75,7 @@ def test_a_store_that_a_killed_rank_may_spoil_is_named(ranks: Ranks, store: str,
 @pytest.mark.parametrize("stopped", [True, False])
 def test_who_is_stopped_ahead_of_a_save_is_named(ranks: Ranks, stopped: bool) -> None:
     run = ranks.start("rank_ends.saves_beside_one_that_is_late", 2)
-    run.await_mark("there", 120.0)
+    run.await_mark("there")
     if stopped:
         run.kill(1, signal.SIGSTOP)
     said = "rank 1 for 1 s: it is stopped" if stopped else "other ranks for 1 s: every rank has to"
@@ -90,6 +90,23 @@ def test_who_has_ended_its_training_is_named_in_a_save(ranks: Ranks, machines: i
     said = ranks.run("rank_ends.saves_without_one_that_has_ended", machines)
     assert said[0].startswith("rank 1 has ended its training without strata.save()"), said
     assert same([said[0], *said[2:]])
+
+
+@pytest.mark.parametrize(
+    ("calls", "words"),
+    [
+        (["save", "step"], "rank 1 has gone on without strata.save(), which rank 0 is in"),
+        (["load", "step"], "rank 1 has gone on without strata.load(), which rank 0 is in"),
+        (["unwrap", "step"], "rank 1 has gone on without strata.unwrap(), which rank 0 is in"),
+        (["save", "load"], "rank 1 is in strata.load() and rank 0 in strata.save()"),
+        (["save", "unwrap"], "rank 1 is in strata.unwrap() and rank 0 in strata.save()"),
+        (["load", "unwrap"], "rank 1 is in strata.unwrap() and rank 0 in strata.load()"),
+    ],
+)
+def test_calls_that_cannot_meet_are_refused(ranks: Ranks, calls: list[str], words: str) -> None:
+    """At once: else each would wait for the other for half an hour."""
+    outcomes = ranks.start("rank_ends.calls_apart", 2, calls=calls).wait()
+    assert words in (outcomes[0].value or outcomes[0].output)
 
 
 def test_unwrap_needs_no_group_of_torch(ranks: Ranks) -> None:
@@ -108,7 +125,7 @@ def test_a_load_drops_gradients_of_some_ranks(ranks: Ranks, update: str) -> None
 def test_who_says_nothing_in_a_save_is_named_though_torch_has_given_up(ranks: Ranks) -> None:
     """Between machines the core takes longer than torch does here."""
     run = ranks.start("rank_ends.saves_beside_one_that_is_stopped", "ab", meet=False, timeout=4.0)
-    run.await_mark("there", 120.0)
+    run.await_mark("there")
     run.kill(1, signal.SIGSTOP)
     (run.folder / "go").touch()
     while (run.folder / "rank-0.log").read_text().count("Error") == 0:

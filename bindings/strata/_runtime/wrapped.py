@@ -105,6 +105,7 @@ class Wrapped:
         self.contents: Any = None  # registrations.Contents, as of the last snapshot
         self.last_saved: Path | None = None  # the last checkpoint of the run, or that it loaded
         self.ranks: Ranks | None = None  # none: this process is alone
+        self.roll: Any = None  # together.Roll, once ranks have made a call together
         self.wire: Wire | None = None  # none: there are no other machines
         self.shards: Shards | None = None  # none: no parameter is a DTensor elsewhere
         # Pages of other machines come as codes to the computation: see rank_gathers of wrap().

@@ -4,7 +4,8 @@
     place = board.place()                        # how far this rank has come
     board.post(f"{place}/call", "...")           # at once; by the thread that trains, too
     messages = board.hear(f"{place}/call", "strata.snapshot()", place)       # waits; by rank
-    board.meet("end", "strata.unwrap()")         # waits for all who still train
+    word = board.look(f"{place}/call", 1)        # what rank 1 has posted; None: nothing so far
+    board.meet("end", "strata.unwrap()", place)  # waits for all who still train
     board.send("a/manifest", path)               # a file, for ranks that do not see its folder ...
     board.take("a/manifest", 0, to)              # ... of rank 0; once it is known to have sent it
 
@@ -16,7 +17,10 @@ Note [Who did not call]. Where a rank has come further than this one was at its 
 nothing of the call, it made none: it would have said so before. The core knows how far each has
 come (Session.rank_places()): behind a step it is enough that one has begun the next backward pass,
 which may wait for this one and never end. In the middle of an accumulation, where ranks may have
-different numbers of passes, it has to end the step.
+different numbers of passes, it has to end the step. And so it has where a call may come after
+gradients of some ranks alone, which are dropped (a load), or stay (a save): a rank that is in
+step() waits there for all others. One that waits in its backward pass says so, after a second
+(say_awaited()); with where it is, so that nobody takes it for a wait of before.
 """
 
 from __future__ import annotations
@@ -25,7 +29,7 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -90,6 +94,7 @@ class Board:
         own = self._first.clone() if hasattr(self._first, "clone") else self._first
         # The run has a name that no other one has, and all of its ranks.
         self._store = distributed.PrefixStore(f"strata/{ranks.run}/{name}", own)
+        self._waits = distributed.PrefixStore(f"strata/{ranks.run}/waits", own)
         self._heard: list[str] = []  # by this rank, of which others may still read what it said
         self._sent: list[str] = []  # keys of files of this rank that are there
 
@@ -99,6 +104,10 @@ class Board:
         if state.ranks is None:
             return None
         return Board(state.session, state.ranks, name, death_s(state.config))
+
+    def places(self) -> list[int]:
+        """How far each rank has come, by rank, as this one knows; NO_MORE: it goes no further."""
+        return self._session.rank_places()
 
     def place(self) -> int:
         """How far this rank has come: twice its step, and one more within its backward passes."""
@@ -123,12 +132,59 @@ class Board:
         self._heard = [key] if place is None else [*self._heard, key]
         return found
 
-    def meet(self, key: str, call: str) -> None:
+    def meet(self, key: str, call: str, place: int) -> None:
         """Returns when all ranks that still train have made the call, of which there is one with
-        this key. Raises StrataError where one has died."""
+        this key. Raises StrataError where one has died, and CheckpointError as hear() does."""
         self.post(key, "")
         with naming_dead(self._session, self._death_s):
-            self._await(key, call, None, all_train=False)
+            self._await(key, call, place, all_train=False)
+
+    def look(self, key: str, rank: int) -> str | None:
+        """What that rank has posted; None: nothing so far."""
+        word = f"{key}/{rank}"
+        return self._store.get(word).decode() if self._store.check([word]) else None
+
+    def forget(self, key: str) -> None:
+        """What this rank has posted, which nobody hears any more."""
+        self._store.delete_key(self._own(key))
+
+    @property
+    def timeout_s(self) -> float:
+        """How long torch.distributed waits."""
+        return float(self._first.timeout.total_seconds())
+
+    def check_passed(
+        self, missing: Iterable[int], places: list[int], place: int, call: str, comes_later: bool
+    ) -> None:
+        """Raises CheckpointError where one of these, which had said nothing of the call when
+        `places` were seen, is beyond this place. `comes_later`: one that has begun a backward pass
+        may yet come, unless it waits there for this rank. See Note [Who did not call]."""
+        begun = place | 1  # by who may yet end a backward pass, and come
+        for rank in missing:
+            if places[rank] == NO_MORE:
+                raise CheckpointError(
+                    f"rank {rank} has ended its training without {call}, which every rank has to "
+                    "call"
+                )
+            if places[rank] > (begun if comes_later else place) or self._awaits_this(rank, place):
+                step, passes = divmod(places[rank], 2)
+                where = f"in backward() of step {step}" if passes else f"behind step {step - 1}"
+                raise CheckpointError(
+                    f"rank {rank} has gone on without {call}, which rank {self.rank} is in: it is "
+                    f"{where}; every rank makes the same calls, behind the same steps"
+                )
+
+    def say_awaited(self, awaited: int | None) -> None:
+        """From here on this rank waits for that one in the middle of a step; None: for none."""
+        rank = -1 if awaited is None else awaited  # the key stays: others may be about to read it
+        self._waits.set(str(self.rank), f"{rank} {self.place()}")
+
+    def _awaits_this(self, rank: int, place: int) -> bool:
+        """That rank waits for this one, and beyond this place."""
+        if not self._waits.check([str(rank)]):
+            return False
+        awaited, at = map(int, self._waits.get(str(rank)).split())
+        return awaited == self.rank and at > place
 
     def send(self, key: str, path: Path) -> None:
         """Has a file where other ranks can take it, until forget_sent(). Raises OSError, and
@@ -168,21 +224,17 @@ class Board:
         missing = [rank for rank in range(self.count) if rank != self.rank]
         while True:
             self._session.awaited_rank()  # raises where one has died
-            passed = [] if place is None else self._passed(place)
-            left = [] if all_train else self._passed(NO_MORE - 1)
+            places = self._session.rank_places()
             missing = [
                 rank
                 for rank in missing
-                if rank not in left and not self._store.check([f"{key}/{rank}"])
+                if (all_train or places[rank] != NO_MORE)
+                and not self._store.check([f"{key}/{rank}"])
             ]
             if not missing:
                 return
-            for rank in missing:
-                if rank in passed:
-                    raise CheckpointError(
-                        f"rank {rank} has gone on without {call}, which rank {self.rank} is in: "
-                        "every rank makes the same calls, behind the same steps"
-                    )
+            if place is not None:
+                self.check_passed(missing, places, place, call, comes_later=not all_train)
             time.sleep(pause)
             pause = min(2 * pause, PAUSE_MAX_S)
             if not told and time.monotonic() - begin > PATIENCE_S:
@@ -194,7 +246,3 @@ class Board:
                     names,
                     PATIENCE_S,
                 )
-
-    def _passed(self, place: int) -> list[int]:
-        """See Note [Who did not call]."""
-        return [rank for rank, at in enumerate(self._session.rank_places()) if at > place]

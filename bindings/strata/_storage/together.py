@@ -13,6 +13,10 @@
 
 A process that is alone is a group of one, which hears itself and waits for nobody.
 
+Note [Roll call]. The first thing that a rank says in a call of the thread that trains is which call
+it is, on a board. A rank that is in another one, or that has gone on to where it waits for this one
+without a word, is named at once, and nothing was sent that a later call could take for its own.
+
 Note [Nobody waits in vain]. A rank whose part raises ends the phase as well, and says why: it goes
 on with its own exception, and each of the others raises one that names it. A rank that dies says
 nothing, but the core sees it, and every wait here looks there. One that is stopped is waited for,
@@ -78,22 +82,31 @@ class Together:
         exchange: Exchange,
         machines: tuple[str, ...] = (),
         collectives: Collectives | None = None,
+        begin: Callable[[str], list[str]] | None = None,
     ) -> None:
-        """`call`: what users call it; `machines`: by rank, where there are several."""
+        """`call`: what users call it; `machines`: by rank, where there are several; `begin`: says
+        to all that this rank is in the call, and gives what they said."""
         self._call = call
         self.rank, self.count = rank, count
         self.machines = machines
-        self._exchange = exchange
+        self._say = exchange
         self._collectives = collectives
+        self._begin = begin
 
     @staticmethod
     def of(state: Wrapped, call: str, patience_s: float = PATIENCE_S) -> Together:
         """For the thread that trains. `patience_s`: of a wait ahead of a word in the log."""
         if state.ranks is None:
             return Together.alone(call)
-        ranks = state.ranks
-        calls = Collectives(ranks.group, _Waits(state, call, patience_s).complete)
-        return Together(call, ranks.rank, ranks.count, calls.exchange, ranks.machines, calls)
+        ranks, waits = state.ranks, _Waits(state, call, patience_s)
+        calls, roll = Collectives(ranks.group, waits.complete), roll_of(state)
+
+        def begin(message: str) -> list[str]:
+            roll.begin(message)
+            waits.until(lambda: roll.complete(call), roll.timeout_s)
+            return roll.heard
+
+        return Together(call, ranks.rank, ranks.count, calls.exchange, ranks.machines, calls, begin)
 
     @staticmethod
     def alone(call: str) -> Together:
@@ -172,6 +185,12 @@ class Together:
             raise
         phase.heard = self.understand(self._exchange(message))
 
+    def _exchange(self, message: str) -> list[str]:
+        if self._begin is not None:
+            begin, self._begin = self._begin, None
+            self.understand(begin(self.message(None)))
+        return self._say(message)
+
     def message(self, said: Any) -> str:
         """What a rank says of its part."""
         return json.dumps({"call": self._call, "said": said})
@@ -207,6 +226,63 @@ class Together:
                 )
 
 
+class Roll:
+    """Who is in which call: see Note [Roll call]. Of one thread that trains."""
+
+    def __init__(self, board: Board) -> None:
+        self._board = board
+        self._keys: list[str] = []  # of the last two calls: before those all have been in one
+        self._step, self._count = 0, 0  # of the last one
+        self._place = 0
+        self._words: dict[int, str] = {}  # by rank, of those that are in it
+
+    def begin(self, message: str) -> None:
+        """This rank is in a call. Raises StrataError where a rank has died."""
+        self._place = self._board.place()
+        step = self._place // 2  # wherever in its step each is
+        self._count = self._count + 1 if self._step == step else 1
+        self._step = step
+        self._keys.append(f"{step}.{self._count}")
+        self._words = {self._board.rank: message}
+        self._board.post(self._keys[-1], message)
+        if len(self._keys) > 2:
+            self._board.forget(self._keys.pop(0))
+
+    def complete(self, call: str) -> bool:
+        """All are in a call. Raises CheckpointError where one has gone on without."""
+        places = self._board.places()
+        for rank in set(range(self._board.count)) - set(self._words):
+            if (word := self._board.look(self._keys[-1], rank)) is not None:
+                self._words[rank] = word
+        missing = sorted(set(range(self._board.count)) - set(self._words))
+        self._board.check_passed(missing, places, self._place, call, comes_later=True)
+        return not missing
+
+    @property
+    def heard(self) -> list[str]:
+        """By rank. REQUIRES: complete()."""
+        return [self._words[rank] for rank in range(self._board.count)]
+
+    @property
+    def timeout_s(self) -> float:
+        """How long it is waited for."""
+        return self._board.timeout_s
+
+    def leave(self, call: str) -> None:
+        """This rank is in a call that waits for others by itself."""
+        self.begin(json.dumps({"call": call, "said": None}))
+
+
+def roll_of(state: Wrapped) -> Roll:
+    """The model's, made where it has none. REQUIRES: there are several ranks."""
+    if state.roll is None:
+        board = Board.of(state, "calls")
+        assert board is not None
+        state.roll = Roll(board)
+    roll: Roll = state.roll
+    return roll
+
+
 class _Waits:
     """How the thread that trains waits for other ranks. See Note [Nobody waits in vain]."""
 
@@ -220,16 +296,28 @@ class _Waits:
         has died."""
         with naming_dead(self._session, self._death_s):
             work = begin()
-            self._await(work)
+            self._await(work.is_completed)
             work.wait()
 
-    def _await(self, work: distributed.Work) -> None:
-        """Returns when it is over. Raises StrataError where a rank has died."""
+    def until(self, over: Callable[[], bool], timeout_s: float) -> None:
+        """Returns when it says yes. Raises StrataError where a rank has died."""
+        end = time.monotonic() + timeout_s
+
+        def look() -> bool:
+            if (yes := over()) or time.monotonic() < end:
+                return yes
+            raise RuntimeError(f"{self._call} has waited for other ranks for {timeout_s:.0f} s")
+
+        with naming_dead(self._session, self._death_s):
+            self._await(look)
+
+    def _await(self, over: Callable[[], bool]) -> None:
+        """Returns when it says yes. Raises StrataError where a rank has died."""
         pause, apart = PAUSE_MIN_S, min(LOOK_S, self._patience_s / 3)
         looks: list[set[int]] = []  # ranks that were silent at each
         look = time.monotonic() + self._patience_s - (LOOKS - 1) * apart
         left: tuple[int, float] | None = None  # the first to end its training, and when it was seen
-        while not work.is_completed():
+        while not over():
             self._session.awaited_rank()
             if left is None and NO_MORE in (places := self._session.rank_places()):
                 left = places.index(NO_MORE), time.monotonic()
