@@ -5,9 +5,13 @@ rank_server.py starts them."""
 import re
 import signal
 import time
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import strata
 from rank_server import Ranks
+from strata._storage.together import _Waits
 from test_ranks import all_say, same
 from variants import thorough
 
@@ -107,6 +111,20 @@ def test_calls_that_cannot_meet_are_refused(ranks: Ranks, calls: list[str], word
     """At once: else each would wait for the other for half an hour."""
     outcomes = ranks.start("rank_ends.calls_apart", 2, calls=calls).wait()
     assert words in (outcomes[0].value or outcomes[0].output)
+
+
+def test_last_words_come_before_the_end() -> None:
+    """The core hears that a rank has ended before torch has what that one said last: why."""
+
+    def ended() -> None:
+        raise strata.StrataError("rank 1 has ended")
+
+    config = {"ranks": {"machines": [], "patience_s": 1.0}}
+    state: Any = SimpleNamespace(session=SimpleNamespace(awaited_rank=ended), config=config)
+    waits, begin = _Waits(state, "strata.load()", 10.0), time.monotonic()
+    waits._await(lambda: time.monotonic() - begin > 0.05)
+    with pytest.raises(strata.StrataError):
+        waits._await(lambda: False)
 
 
 def test_unwrap_needs_no_group_of_torch(ranks: Ranks) -> None:

@@ -43,6 +43,7 @@ import torch
 from torch import distributed
 
 from .._config.rank_group import Collectives
+from .._errors import StrataError
 from .._runtime.wrapped import Wrapped
 from .checkpoint_files import CheckpointError
 from .rank_board import (
@@ -58,6 +59,7 @@ from .rank_board import (
 Exchange = Callable[[str], list[str]]
 """Gives what all ranks say, by rank, for what this one says."""
 
+LAST_WORDS_S = 1.0  # of a rank that has ended, in which what it said arrives
 LOOKS, LOOK_S = 3, 1.0  # at who is stopped, and between two: the first one asks
 
 log = logging.getLogger("strata")
@@ -318,7 +320,12 @@ class _Waits:
         look = time.monotonic() + self._patience_s - (LOOKS - 1) * apart
         left: tuple[int, float] | None = None  # the first to end its training, and when it was seen
         while not over():
-            self._session.awaited_rank()
+            try:
+                self._session.awaited_rank()
+            except StrataError:
+                if self._comes_soon(over):
+                    return
+                raise
             if left is None and NO_MORE in (places := self._session.rank_places()):
                 left = places.index(NO_MORE), time.monotonic()
             if left is not None and time.monotonic() - left[1] > self._patience_s:
@@ -331,6 +338,16 @@ class _Waits:
             look += apart
             if len(looks) == LOOKS:
                 self._tell(sorted(looks[-2] & looks[-1]))
+
+    def _comes_soon(self, over: Callable[[], bool]) -> bool:
+        """Whether the last words of a rank that has ended, which say why, are on their way. Of its
+        end others may hear first."""
+        end = time.monotonic() + LAST_WORDS_S
+        while time.monotonic() < end:
+            if over():
+                return True
+            time.sleep(PAUSE_MAX_S)
+        return False
 
     def _refuse_left(self, rank: int) -> None:
         """Who has left behind this call said all that others wait for, which may be on its way, or
