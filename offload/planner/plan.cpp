@@ -138,7 +138,8 @@ std::vector<std::uint32_t> slice_counts(const Trace& trace, const Wishes& wishes
   std::vector<std::uint32_t> all{0};
   for (std::uint32_t count = 2; count <= most; count *= 2) all.push_back(count);
   std::vector<std::uint32_t> enough = all;
-  std::erase_if(enough, [&](std::uint32_t count) { return count < wishes.slices_min; });
+  std::erase_if(enough,
+                [&](std::uint32_t count) { return std::max(1U, count) < wishes.slices_min; });
   return enough.empty() ? all : enough;
 }
 

@@ -284,7 +284,7 @@ def _refuse_iterator(name: str) -> None:
 @contextmanager
 def _without_hooks(module: nn.Module) -> Iterator[None]:
     """Without hooks on modules, the module's own and those of all modules, except those by which
-    torch itself makes a weight (torch.nn.utils)."""
+    torch itself makes a weight or a DTensor."""
     own = [
         (vars(inner), name, hooks)
         for inner in module.modules()
@@ -294,7 +294,7 @@ def _without_hooks(module: nn.Module) -> Iterator[None]:
     everywhere = [(hooks, hooks.copy()) for hooks in GLOBAL_HOOKS]
     try:
         for owner, name, hooks in own:
-            owner[name] = OrderedDict((k, h) for k, h in hooks.items() if _makes_weights(h))
+            owner[name] = OrderedDict((k, h) for k, h in hooks.items() if _is_torchs(h))
         for hooks, _ in everywhere:
             hooks.clear()
         yield
@@ -305,8 +305,9 @@ def _without_hooks(module: nn.Module) -> Iterator[None]:
             hooks.update(before)
 
 
-def _makes_weights(hook: Any) -> bool:
-    return type(hook).__module__.startswith("torch.nn.utils.")
+def _is_torchs(hook: Any) -> bool:
+    defined = getattr(hook, "__module__", None) or type(hook).__module__
+    return str(defined).startswith("torch.")
 
 
 def _own(tensors: Sequence[torch.Tensor], cached: set[int]) -> list[int]:

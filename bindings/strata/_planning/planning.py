@@ -185,6 +185,8 @@ class Planning:
             if step.detailed:
                 self.recording.end()
                 self.second_runs.tell()
+                if self.recording.squeezed and self.recording.take_less():
+                    return
                 trace = make_trace(step, self.state)
                 try:
                     self._plan_for(trace, 0)  # refused now, if it has to be

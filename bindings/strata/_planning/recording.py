@@ -10,7 +10,9 @@ Note [Estimate]. A unit keeps its activations where those of all units that are 
 expected to fit into what is left of the device, with once more those of the largest for its
 backward. Of a unit like one that was seen (the same class, and shapes of parameters) what that one
 saved is expected. Of another: twice the inputs of its matrices. From the first unit for which
-there is no room on, units are computed again.
+there is no room on, units are computed again. An estimate that was too low has kept units whose
+room others need: none is cut into slices for that, unless memory has run out, and then the step is
+recorded once more, without.
 
 Note [Smaller]. Where units are computed again,
 1. inputs of recomputed units leave for host memory, or the SSD, where all of them would take more
@@ -71,6 +73,7 @@ class Recording:
         self.slices_min = 1  # fewer ran out of memory: plans have as many
         self._troubles = 0  # steps that ran out of memory, one after the other
         self._less = False  # all units are computed again
+        self.squeezed = False  # units that were kept took the room of others
         self._ahead: set[int] = set()  # units whose forward is to come
         self._elements = 0  # of the batch
         self._saved: dict[Kind, tuple[int, int]] = {}  # bytes of a forward; elements of its batch
@@ -107,6 +110,7 @@ class Recording:
         """The step begins; so much room was made."""
         self._room = [host_bytes, ssd_bytes]
         self._elements = sum(t.numel() for t in batch)
+        self.squeezed = False
         self._ahead = {unit.index for unit in self._state.units}
         slices = self._slices if self.may_slice else 1
         self._state.may_split = self._state.may_split or slices > 1
@@ -179,7 +183,7 @@ class Recording:
                 inputs = sum(t.nbytes for t in arguments.in_memory)
                 if keeps or unit.activation == "keep":
                     return output
-                if self._backward_bytes(unit, inputs, saved) <= self._left():
+                if self._kept_any() or self._backward_bytes(unit, inputs, saved) <= self._left():
                     return output
                 if not (repeatable and self._may_cut(planned, args, kwargs, batch)):
                     return output
@@ -193,7 +197,8 @@ class Recording:
                 self._compute_again()
                 continue
             unit.slices = min(2 * unit.slices, batch)
-            if ran_out == NO_MEMORY or self._limited:
+            self.squeezed = self.squeezed or self._kept_any()
+            if not self.squeezed and (ran_out == NO_MEMORY or self._limited):
                 self.slices_min = max(self.slices_min, unit.slices)
             log.info("%s %s: recorded on %d slices", unit.name, ran_out, unit.slices)
 
