@@ -269,8 +269,11 @@ def _exchange(
         return  # refused later
     for group in optimizer.param_groups:
         group["params"] = [by_id.get(id(parameter), parameter) for parameter in group["params"]]
-    for known in [p for p in optimizer.state if id(p) in by_id]:
-        entry = optimizer.state.pop(known)
-        optimizer.state[by_id[id(known)]] = {
+    state = optimizer.state
+    if not isinstance(state, dict):
+        return  # that of a wrapped model rests in pages
+    for known in [p for p in state if id(p) in by_id]:
+        entry = state.pop(known)
+        state[by_id[id(known)]] = {
             name: shard_of(value) if is_dtensor(value) else value for name, value in entry.items()
         }
