@@ -18,7 +18,7 @@ namespace strata::staleness_test {
 namespace {
 
 constexpr std::size_t kPlenty = 16'384;  // of pages
-constexpr Seeds kLateDisks{.host = 200, .gpu_double = 100, .large_pages = 4, .gpu = 20};
+constexpr Seeds kLateDisks{.host = 200, .gpu_double = 100, .large_pages = 12, .gpu = 20};
 constexpr Seeds kThreads{.host = 40, .gpu_double = 20, .large_pages = 4, .gpu = 10};
 
 struct Seen {
