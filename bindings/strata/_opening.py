@@ -60,11 +60,6 @@ def check(model: nn.Module, optimizer: torch.optim.Optimizer, options: Options) 
     """Raises where strata cannot train this model at all, and touches nothing."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"expected a torch.nn.Module, not {type(model).__name__}")
-    if not any(parameter.numel() for parameter in model.parameters()):
-        elements = " with elements" if any(True for _ in model.parameters()) else ""
-        raise ValueError(
-            f"{type(model).__name__} has no parameters{elements}: there is nothing to train"
-        )
     for module in model.modules():
         if module.__dict__.get("_strata") is not None:
             raise ValueError("this model is already wrapped: call strata.unwrap(model) first")
@@ -73,6 +68,11 @@ def check(model: nn.Module, optimizer: torch.optim.Optimizer, options: Options) 
     refuse_parallel(model)
     refuse_graphed(model)
     check_parameters(model)
+    if not any(parameter.numel() for parameter in model.parameters()):
+        elements = " with elements" if any(True for _ in model.parameters()) else ""
+        raise ValueError(
+            f"{type(model).__name__} has no parameters{elements}: there is nothing to train"
+        )
     check_sharded(model, options)
 
 

@@ -2,6 +2,7 @@
 what it says of its figures holds. No figure is a figure of a GPU.
 """
 
+import gc
 import os
 import subprocess
 import sys
@@ -167,6 +168,7 @@ class Here:
 
 
 def test_strata_and_plain_pytorch_take_turns(context, monkeypatch):
+    gc.collect()  # a model of another test may still record, and a thread has one profiler
     monkeypatch.setattr(vs_torch, "Child", Here)
     figures = by_metric(vs_torch.run(context))
     for side in ("plain", *vs_torch.MODES):

@@ -343,7 +343,8 @@ def test_commands_on_one_of_the_machines(
     taken = ranks.run("rank_snapshots.takes", EACH, series=own(tmp_path), **disks)
 
     def told(*words: Any) -> tuple[int, str]:
-        return cli.main(["snapshots", *map(str, words)]), capsys.readouterr().out
+        status = cli.main(["snapshots", *map(str, words)])
+        return status, "".join(capsys.readouterr())
 
     a, b = (tmp_path / machine for machine in EACH)
     status, said = told("ls", a / "run")

@@ -25,8 +25,13 @@ class Bytes:
         return os.fsencode(self.path)
 
 
+def small() -> nn.Module:
+    """The backward of its second layer reads weights: a step with none is not recorded."""
+    return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+
+
 def wrapped(**options: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
-    model = nn.Sequential(nn.Linear(8, 8))
+    model = small()
     memory = MEMORY | ({"ssd": "32MiB"} if "ssd_path" in options else {})
     return strata.wrap(model, torch.optim.AdamW(model.parameters()), memory=memory, **options)
 
@@ -56,7 +61,7 @@ def test_all_that_take_a_path_take_it(tmp_path: Path, kind: Callable[[Path], Any
     assert strata.checkpoint.tile_as(model, kind(tmp_path / "saved")) == {}
     # 3. Values to begin with.
     with torch.device("meta"):
-        empty = nn.Sequential(nn.Linear(8, 8))
+        empty = small()
     weights = kind(tmp_path / "out")
     adamw = torch.optim.AdamW(empty.parameters())
     strata.wrap(empty, adamw, memory=MEMORY, weights=weights)

@@ -169,7 +169,9 @@ def test_an_estimate_counts_the_room(tmp_path: Path, capsys: pytest.CaptureFixtu
     least = enough(AssertionError(said.out + said.err))
     assert cli.main([*estimate, f"--memory=device=1GiB,host=1GiB,ssd={least}MiB"]) == 0
     assert "set aside for snapshots" in capsys.readouterr().out
-    assert cli.main([*estimate, "--memory=device=1GiB,host=1GiB"]) != 0
+    with pytest.raises(SystemExit):
+        cli.main([*estimate, "--memory=device=1GiB,host=1GiB"])
+    assert "give ssd= in --memory as well" in capsys.readouterr().err
 
 
 def test_finetune_refuses_before_it_reads(
