@@ -184,3 +184,15 @@ def test_a_backward_that_needs_more_than_is_left_is_recorded_on_slices(
     run(model, optimizer, 3, rows=16)
     assert state.planning.plan is not None
     assert {unit.slices for unit in state.planning.plan.units} == slices
+
+
+@pytest.mark.parametrize("probe", [False, True])
+def test_a_backward_that_reads_no_page_is_one(core: ModuleType, probe: bool) -> None:
+    """A layer whose input needs no gradient, alone or behind a frozen trunk."""
+    head = nn.Linear(WIDTH, WIDTH)
+    trunk = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+    model, optimizer = wrap(nn.Sequential(trunk, head) if probe else head)
+    run(model, optimizer, 4)
+    planning = wrapped(model).planning
+    assert planning is not None
+    assert planning.plan is not None

@@ -91,6 +91,7 @@ class LandHook(Uncopied):
         if owned_by_graph(grad) or state.find(grad.data_ptr()) >= 0:
             grad = grad.clone()
         state.steps.note_backward()
+        state.recorder.land()
         with state.recorder.paused():
             state.landings.put(partial(self._land, hooks, grad), grad.nbytes)
             if state.recorder.recording:  # plans count what is under way apart

@@ -178,7 +178,7 @@ class Planning:
         self._mixed = False
         for found in self.second_runs.take_refused(self.classes):
             self._plan_class(found)
-        if current is None or not step.uses or not step.uses[-1].backward:
+        if current is None or not step.uses or not step.has_backward:
             return
         current.rounds = step.rounds
         if current.trace is None:

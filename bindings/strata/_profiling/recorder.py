@@ -129,10 +129,13 @@ class Recorder:
 
     def _end_unused(self) -> None:
         """A graph has gone."""
-        used = self._uses.step.uses
         idle = not self._graphs and not any(self._depth.values())
-        if self._curve is not None and idle and not any(use.backward for use in used):
+        if self._curve is not None and idle and not self._uses.step.has_backward:
             self.abandon()
+
+    def land(self) -> None:
+        """A gradient is complete."""
+        self._uses.step.landed = True
 
     def now(self) -> float:
         """A time that the other methods take."""

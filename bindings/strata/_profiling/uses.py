@@ -58,6 +58,12 @@ class RecordedStep:
     detailed: bool = False  # tensors were recorded ...
     measured: bool = False  # ... and memory too
     peak_bytes: int | None = None  # of PyTorch's memory, where it was measured
+    landed: bool = False  # a gradient has; a backward may read no page
+
+    @property
+    def has_backward(self) -> bool:
+        """Whether the round has come to its backward."""
+        return self.landed or any(use.backward for use in self.uses)
 
     def take_times(self, other: RecordedStep) -> None:
         """The times of the same round by another clock."""
@@ -81,7 +87,7 @@ class Uses:
     def is_over(self, backward: bool) -> bool:
         """Whether the next enter() belongs to another round: a forward behind a backward."""
         step = self.step
-        return bool(not backward and step.uses and step.uses[-1].backward and not self._open)
+        return bool(not backward and step.uses and step.has_backward and not self._open)
 
     def is_open(self, unit: int) -> bool:
         """Whether the unit is in use."""
