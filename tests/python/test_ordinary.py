@@ -187,12 +187,13 @@ def test_a_second_backward_need_not_be_announced(core: ModuleType, backwards: in
     compare(Blocks, lambda model, optimizer: steps(model, optimizer, backwards=backwards))
 
 
-def test_backward_after_step_needs_zero_grad(core: ModuleType) -> None:
+def test_a_step_after_a_step_needs_zero_grad(core: ModuleType) -> None:
     model, optimizer = tight(build(Blocks))
     model(torch.randn(3, 48)).sum().backward()
     optimizer.step()
+    model(torch.randn(3, 48)).sum().backward()
     with pytest.raises(RuntimeError, match="zero_grad"):
-        model(torch.randn(3, 48)).sum().backward()
+        optimizer.step()
     optimizer.zero_grad()
     steps(model, optimizer)
 

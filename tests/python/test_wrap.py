@@ -307,11 +307,11 @@ def test_what_is_recorded_ends_with_the_model(core: ModuleType, end: str) -> Non
     """Nobody else could profile any more, and every allocation would be noted for ever."""
     model = build(llama)
     strata.wrap(model, adamw(model), memory={"device": "8MiB", "host": "8MiB"})
-    model(**batch(model))
+    output = model(**batch(model))
     assert torch._C._autograd._profiler_enabled()
     if end == "unwrap":
         strata.unwrap(model)
-    del model
+    del model, output
     gc.collect()
     assert not torch._C._autograd._profiler_enabled()
 

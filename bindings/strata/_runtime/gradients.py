@@ -387,7 +387,7 @@ class Gradients:
         up: then this is dropped, and reading it, or stepping ahead of zero_grad(), is refused."""
         if index in self.used:
             if self._state.config["update"] == "in_backward":
-                raise self._used_up("backward()", "add to", index)
+                raise self._used_up("backward() of update='in_backward'", "add to", index)
             self._added.add(index)
             return True
         self.totals.forget(index)
