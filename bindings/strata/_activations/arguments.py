@@ -153,9 +153,8 @@ def _rebuild(value: Any, leaf: Callable[[Any], Any]) -> Any:
     kind = type(value)
     if kind is tuple or kind is list:
         return kind(_rebuild(item, leaf) for item in value)
-    if isinstance(value, tuple) and hasattr(
-        value, "_fields"
-    ):  # its own constructor may look inside
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        # Its own constructor may look inside.
         return tuple.__new__(kind, (_rebuild(item, leaf) for item in value))
     if kind is dict or kind is OrderedDict:
         return kind((key, _rebuild(item, leaf)) for key, item in value.items())

@@ -72,22 +72,19 @@ class Attributes:
                     return name
         return ""
 
-    def assigned(self) -> str:
-        """The name of an attribute that is another object or value now."""
-        for owner, before in self._owners:
-            for name in owner.keys() | before.keys():
-                a, b = owner.get(name, _NOT_THERE), before.get(name, _NOT_THERE)
-                if name not in TORCHS_OWN and a is not b and not _same(a, b):
+    def assigned(self, other: "Attributes") -> str:
+        """The name of an attribute that has another value at another moment."""
+        for (_, mine), (_, others) in zip(self._owners, other._owners, strict=True):
+            for name in mine.keys() | others.keys():
+                a, b = mine.get(name, _NOT_THERE), others.get(name, _NOT_THERE)
+                if name not in TORCHS_OWN and not _same(a, b):
                     return name
         return ""
 
     def differing(self, other: "Attributes") -> str:
         """What another moment has otherwise, in words; "" where nothing."""
-        for (_, mine), (_, others) in zip(self._owners, other._owners, strict=True):
-            for name in mine.keys() | others.keys():
-                a, b = mine.get(name, _NOT_THERE), others.get(name, _NOT_THERE)
-                if name not in TORCHS_OWN and not _same(a, b):
-                    return f"the attribute {name!r}"
+        if name := self.assigned(other):
+            return f"the attribute {name!r}"
         if self.drawn(other):
             return "the state of a generator"
         return ""

@@ -252,7 +252,7 @@ class _Trial:
         counts = ""
         if changed is not None:
             counts = f"its forward changes the buffer {changed!r}"
-        elif name := found.assigned():
+        elif name := found.assigned(after):
             counts = f"its forward assigns the attribute {name!r}"
         elif found.drawn(after):
             counts = "its forward draws from a generator that is not torch's own"
