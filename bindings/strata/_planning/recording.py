@@ -147,11 +147,10 @@ class Recording:
         """The forward of a unit that may be recomputed: as it is, or on as many slices as it
         takes."""
         unit, recorder = planned.unit, self._state.recorder
-        arguments = planned.arguments(args, kwargs)
-        if unit.activation == "keep" and not self._fits(planned, arguments.in_memory):
-            self._compute_again()
         while True:
             arguments = planned.arguments(args, kwargs)
+            if unit.activation == "keep" and not self._fits(planned, arguments.in_memory):
+                self._compute_again()
             batch, repeatable = batch_size(arguments.tensors), not arguments.caches
             if unit.activation == "recompute":
                 self._place_inputs(unit, arguments.in_memory)
