@@ -50,21 +50,27 @@ from .._torch_compat import DisableTorchFunction, current_node, graph_task, use_
 
 
 class _Pin(Visit):
-    """A unit that stays entered because autograd node `node` unpacked one of its parameters."""
+    """A unit that stays entered because an autograd node unpacked one of its parameters.
+
+    node: that node's number among those that its thread made, -1 outside a backward. The node
+        itself would keep the graph, which keeps the model: a backward that raises would leave both
+        for ever.
+    """
 
     __slots__ = ("node", "unit")
 
     def __init__(self, unit: Unit) -> None:
         super().__init__()
         self.unit = unit
-        self.node: Any = current_node()
+        node = current_node()
+        self.node: int = -1 if node is None else node._sequence_nr()
 
     def is_past(self, now: _Pin) -> bool:
         """Whether another node of the same backward runs now, so that this one's is done. One that
         reads a unit of the same module may come back to this one's."""
         if self.unit.index in now.unit.together:
             return False
-        return self.task == now.task and self.thread == now.thread and self.node is not now.node
+        return self.task == now.task and self.thread == now.thread and self.node != now.node
 
 
 class Pins:
