@@ -31,7 +31,9 @@ void Visits::enter(Lock& lock, UnitId unit, const EnterOptions& options) {
          .what = "infeasible at " + std::string(options.backward ? "backward" : "forward") +
                  " of " + base_.names.of(unit) + ": it needs " + std::to_string(*frames) +
                  " device pages together with the units in use, and parameters have " +
-                 std::to_string(prefetcher_.frame_limit()),
+                 std::to_string(prefetcher_.frame_limit()) +
+                 (prefetcher_.plans() == 0 ? "; a larger device= would do"
+                                           : ", by the plan; a larger device= may help"),
          .tier = Tier::device});
   }
   // 2. They come. A backward may run on other threads than who waits for it, and needs what its
