@@ -78,7 +78,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason=reason))
 
 
-def pytest_collection_finish(session: pytest.Session) -> None:
+@pytest.fixture(autouse=True, scope="module")
+def frozen_imports() -> None:
     """What is imported by now stays: the garbage collector need not look at it, a million objects,
     each time that a model is wrapped."""
     gc.collect()
