@@ -1,15 +1,21 @@
 """What a step is recorded as: uses and their times, saved storages, PyTorch's memory."""
 
+import gc
 import subprocess
 import sys
 import time
+import weakref
+from typing import Any
 
 import pytest
+import strata
 import torch
 from strata._profiling import clock, memory_curve
 from strata._profiling.memory_curve import MemoryCurve
 from strata._profiling.recorder import Recorder
+from strata._runtime.wrapped import wrapped
 from strata._torch_compat import ProfilerDetails, ProfilerEnd, disable_profiler, enable_profiler
+from torch import nn
 from torch.autograd import ProfilerConfig, ProfilerState
 
 LARGE = 1 << 20  # elements: 4 MiB in float32
@@ -177,6 +183,25 @@ def test_states_of_generators_are_not_the_devices() -> None:
     curve.stop()
     assert curve.held == kept.nbytes
     del states
+
+
+def test_a_model_whose_backward_raised_is_freed() -> None:
+    """And its recording ends. The graph must not be kept: it has hooks that keep the model."""
+
+    def refuse(*args: Any, **options: Any) -> None:
+        raise RuntimeError("not now")
+
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model, optimizer = strata.wrap(model, torch.optim.SGD(model.parameters()))
+    state = weakref.ref(wrapped(model))
+    output = model(torch.ones(1, 4)).sum()
+    wrapped(model).enter = refuse  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match="not now"):
+        output.backward()
+    del model, optimizer, output
+    gc.collect()
+    assert state() is None
+    assert not torch._C._autograd._profiler_enabled()
 
 
 def test_a_recording_ends_with_the_last_graph_that_has_no_backward() -> None:
