@@ -239,8 +239,8 @@ def test_several_backwards_per_step(core: ModuleType, declared: int) -> None:
     assert all(losses == results[0] for losses in results)
 
 
-@pytest.mark.parametrize("rows", [(1, 4), (1, 1, 4), (1, 4, 4)])
-def test_a_step_that_begins_with_a_small_batch_is_recorded_once(
+@pytest.mark.parametrize("rows", [(1, 4), (1, 1, 4), (1, 4, 4), (4, 1), (4, 4, 3), (1, 4, 2, 1)])
+def test_a_step_of_batches_large_and_small_is_recorded_once(
     core: ModuleType, rows: tuple[int, ...], caplog: pytest.LogCaptureFixture
 ) -> None:
     model: Any = nn.Sequential(*[nn.Linear(64, 64) for _ in range(3)])
@@ -255,6 +255,19 @@ def test_a_step_that_begins_with_a_small_batch_is_recorded_once(
     (found,) = planning(model).classes
     assert found.shape == ((4, 64),)
     assert found.plan is not None
+    assert found.trace is not None
+    assert {t.bytes for t in found.trace.tensors} == {4 * 64 * 4}, "of the largest batch"
+
+
+def test_a_step_is_recorded_for_a_batch_that_came_in_the_middle_of_the_one_before() -> None:
+    model: Any = nn.Sequential(*[nn.Linear(64, 64) for _ in range(3)])
+    model, optimizer = strata.wrap(model, adamw(model), memory=ROOM, page_size="64KiB")
+    for rows in [(1, 1)] * 4 + [(1, 4)] * 4:
+        for count in rows:
+            model(torch.randn(count, 64)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert [c.shape for c in planning(model).classes if c.plan] == [((1, 64),), ((4, 64),)]
 
 
 def test_units_that_cannot_come_to_rest_now_get_frames(core: ModuleType) -> None:

@@ -91,6 +91,23 @@ def test_the_last_round_is_the_one_that_counts() -> None:
     assert step.rounds == 3
 
 
+def test_the_last_round_of_the_largest_batch_is_told() -> None:
+    recorder = Recorder()
+    recorder.begin()
+    for elements in (4, 8, 8, 2, 6):
+        recorder.note_batch(elements)
+        use(recorder, 0)
+        for _ in range(elements):
+            recorder.saved(0, torch.ones(elements))
+        use(recorder, 0, backward=True)
+        recorder.land()
+    step = recorder.take()
+    assert step.rounds == 5
+    assert [t.bytes for t in step.tensors] == 8 * [8 * 4]
+    assert step.end < recorder.now()
+    assert not recorder.in_step
+
+
 def test_an_evaluation_is_not_part_of_the_step() -> None:
     recorder = Recorder()
     recorder.enter(0, False, time.perf_counter(), False)

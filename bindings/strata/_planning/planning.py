@@ -15,10 +15,11 @@ with that much less. Use from the thread that trains.
 
 Note [Shape classes]. A plan made for one batch serves every batch that is nowhere larger: its
 promises still hold. A batch that is larger somewhere, or has less than half the elements, gets a
-plan of its own, unless it begins a step that goes on with that larger one: the recorder tells the
-last round of a step, so none of its own would ever be recorded. What is claimed for plans (frames,
-room for swapped tensors) only ever changes one way, so batches of many lengths do not make it swing
-to and fro.
+plan of its own. A step of several batches has one plan, that of the largest: the recorder tells
+that round alone. Where such a batch came for the first time in the middle of a step, the next step
+is recorded for it, even if that begins with a smaller one. What is claimed for plans (frames, room
+for swapped tensors) only ever changes one way, so batches of many lengths do not make it swing to
+and fro.
 
 Note [Units on the device]. What is left of the device may hold whole units, states included. They
 move there and back between two steps, which takes as long as a few steps: so all plans want the
@@ -93,6 +94,7 @@ class Planning:
         self._slow_windows = 0
         self._slow_windows_max = 1  # before the disk is measured anew: each time it takes seconds
         self._mixed = False  # batches of two classes in one step: its times say little
+        self._due: ShapeClass | None = None  # its first batch came in the middle of a step
         state.may_split = goal.split is not None
         self.allocator = Allocator(state.device, goal.device_bytes)
         self.allocator.give_pages(goal.param_bytes)
@@ -149,11 +151,14 @@ class Planning:
         if not torch.is_grad_enabled():
             return
         shape: Shape = tuple(tuple(t.shape) for t in tensors_in((args, kwargs)))
-        before = self.current if self.state.recorder.in_step else None
-        found, self.classes = find_class(self.classes, shape)
-        if before is not None and found is not before:
+        before = self.current if self.state.recorder.in_step else self._due
+        if before is not None and before.serves(shape):  # see Note [Shape classes]
+            found = before
+        else:
+            found, self.classes = find_class(self.classes, shape)
+        if self.state.recorder.in_step and before is not None and found is not before:
             self._mixed = True
-            if before.trace is None and found.serves(before.shape):  # see Note [Shape classes]
+            if found.serves(before.shape):
                 found.smallest = min(found.smallest, before.elements)
         self.current = found
         if found.paper is None:
@@ -163,6 +168,7 @@ class Planning:
         if found.to_check:
             self._wait_for_lent_gradients()
             self.state.recorder.measure()
+        self.state.recorder.note_batch(ShapeClass(shape).elements)
 
     def end_step(self) -> None:
         """Looks at the step that has ended, and plans. Called behind every optimizer.step().
@@ -175,7 +181,7 @@ class Planning:
             promise.number if promise else 0,
         )
         current, mixed = self.current, self._mixed
-        self._mixed = False
+        self._mixed, self._due = False, None
         for found in self.second_runs.take_refused(self.classes):
             self._plan_class(found)
         if current is None or not step.uses or not step.has_backward:
@@ -195,6 +201,8 @@ class Planning:
                         raise
                     return
                 current.trace = trace
+            else:
+                self._due = current
         elif current.paper is None:
             note_times(current.trace, step, first=current.timed == 0)
             current.timed += 1

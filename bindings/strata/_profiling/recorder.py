@@ -2,6 +2,7 @@
 tensors that autograd saves, by storage, and the memory that PyTorch takes.
 
     recorder.begin()                # from here on in detail
+    recorder.note_batch(elements)   # before every forward of the model
     ...                             # hooks call enter, leave, paused, inputs, saved and used
     step = recorder.take()          # at the end of every step
     recorder.close()                # when there will be no end
@@ -9,8 +10,9 @@ tensors that autograd saves, by storage, and the memory that PyTorch takes.
 Times are always noted, which costs about a microsecond; `recording` is true while saved tensors and
 memory are too. Use from the thread that trains; autograd's threads call it under the GIL.
 
-Note [Rounds]. Where several forwards and backwards make one step, each pair is a round. What take()
-returns is the last one: they are alike, and the plan is the same for each.
+Note [Rounds]. Where several forwards and backwards make one step, each pair is a round. take()
+returns the last round of the largest batch. Rounds of as large batches are alike, the first one
+still warms up, and the plan for the largest batch serves the others.
 
 Note [No backward]. A recording that waits for a backward keeps PyTorch's profiler, of which a
 thread has one: the user could start none. So it ends with the last graph of the step of which
@@ -44,6 +46,9 @@ NOT_RECORDED = -1
 log = logging.getLogger("strata")
 
 
+_Call = tuple[Any, tuple[Any, ...], tuple[float, ...]]  # of a method of Uses; its times
+
+
 class _Graph:
     """Lives as long as a graph does."""
 
@@ -68,9 +73,17 @@ class Recorder:
         self._clear()
 
     def _clear(self) -> None:
-        self._uses = Uses()
-        self._happened: list[tuple[Any, tuple[Any, ...], tuple[float, ...]]] = []
+        """The next step begins."""
+        self._rounds = 0  # that are over
+        self._batch = 0  # elements, of the largest batch
+        self._counts = True  # the round that is next
+        self._largest: tuple[RecordedStep, list[_Call]] | None = None  # smaller ones followed
         self._ignored: list[tuple[float, float]] = []
+        self._begin_round()
+
+    def _begin_round(self) -> None:
+        self._uses = Uses()
+        self._happened: list[_Call] = []
         self._numbers: dict[int, tuple[StorageWeakRef, int]] = {}
         self._inputs: dict[int, StorageWeakRef] = {}
 
@@ -133,6 +146,11 @@ class Recorder:
         if self._curve is not None and idle and not self._uses.step.has_backward:
             self.abandon()
 
+    def note_batch(self, elements: int) -> None:
+        """The forward of the whole model is called with so many elements. See Note [Rounds]."""
+        self._counts = elements >= self._batch
+        self._batch = max(self._batch, elements)
+
     def land(self) -> None:
         """A gradient is complete."""
         self._uses.step.landed = True
@@ -151,9 +169,12 @@ class Recorder:
         if not recorded or depth:
             return
         if self._uses.is_over(backward):
-            rounds = self._uses.step.rounds + 1
-            self._clear()
-            self._uses.step.rounds = rounds
+            self._rounds += 1
+            if self._counts:
+                self._largest = None
+            elif self._largest is None:
+                self._largest = self._uses.finish(wait_began), self._happened
+            self._begin_round()
         self._note(Uses.enter, (unit, backward), (wait_began, self.now()))
 
     def leave(self, unit: int) -> None:
@@ -254,8 +275,8 @@ class Recorder:
     def take(self) -> RecordedStep:
         """The step that ends here. The next one is recorded without details."""
         now = self.now()
-        step = self._uses.finish(now)
-        step.rounds += bool(step.uses)
+        step, happened = self._largest or (self._uses.finish(now), self._happened)
+        step.rounds = self._rounds + bool(self._uses.step.uses)
         step.detailed = self.recording
         if self._curve is not None:
             self._curve.stop()
@@ -265,7 +286,7 @@ class Recorder:
                 step.measured = True
         device_times = self._clock.take()
         if device_times:
-            step.take_times(self._by(device_times, now))
+            step.take_times(_by(device_times, happened, step.end))
         self._curve = None
         self.recording = False
         self._clear()
@@ -275,13 +296,6 @@ class Recorder:
         what(self._uses, *about, *times)
         if self._replays:
             self._happened.append((what, about, times))
-
-    def _by(self, device_times: dict[float, float], now: float) -> RecordedStep:
-        """See Note [Two times]."""
-        again = Uses()
-        for what, about, times in self._happened:
-            what(again, *about, *(device_times[time] for time in times))
-        return again.finish(device_times[now])
 
     def _measure(self, step: RecordedStep, curve: Curve) -> None:
         before = step.begin
@@ -300,3 +314,11 @@ class Recorder:
                 peak = max(peak, curve.peak(begin, first))
                 begin = last
         return max(peak, curve.peak(begin, end))
+
+
+def _by(device_times: dict[float, float], happened: list[_Call], end: float) -> RecordedStep:
+    """See Note [Two times]."""
+    again = Uses()
+    for what, about, times in happened:
+        what(again, *about, *(device_times[time] for time in times))
+    return again.finish(device_times[end])

@@ -45,7 +45,7 @@ class RecordedUse(TracedUse):
 
 @dataclass
 class RecordedStep:
-    """One round of a step, the last one."""
+    """One round of a step. See Note [Rounds] in recorder.py."""
 
     uses: list[RecordedUse] = field(default_factory=list)
     tensors: list[SavedTensor] = field(default_factory=list)
