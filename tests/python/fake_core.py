@@ -125,7 +125,8 @@ class Session(Saves, Alone):
         assert uses is None or {use.unit for use in uses} <= set(range(len(self.members)))
         self._make_room(activation_host_bytes, activation_ssd_bytes)
         if on_device is not None:
-            assert not any(p.landed for p in self.params)
+            if any(p.landed for p in self.params):
+                raise StrataError("gradients have landed: units come to rest between two steps")
             for unit, there in zip(self.plan["units"], on_device, strict=True):
                 unit["on_device"] = there
         if param_bytes is not None:
