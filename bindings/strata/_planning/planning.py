@@ -103,11 +103,6 @@ class Planning:
             for unit in state.units:  # see Note [Shards]
                 unit.may_recompute = False
         self.recording = Recording(state, goal, lambda: self.allocator.page_bytes)
-        if not goal.alone:
-            log.info(
-                "several ranks: batches are cut into slices by split= alone, the same on all of "
-                "them, and no unit rests on the device"
-            )
         self._tried_slices = False  # in the step that was recorded
         self.second_runs = SecondRuns(state.units)
 
@@ -151,12 +146,10 @@ class Planning:
         if not torch.is_grad_enabled():
             return
         shape: Shape = tuple(tuple(t.shape) for t in tensors_in((args, kwargs)))
-        before = self.current if self.state.recorder.in_step else self._due
-        if before is not None and before.serves(shape):  # see Note [Shape classes]
-            found = before
-        else:
-            found, self.classes = find_class(self.classes, shape)
-        if self.state.recorder.in_step and before is not None and found is not before:
+        in_step = self.state.recorder.in_step
+        before = self.current if in_step else self._due
+        found, self.classes = find_class(self.classes, shape, before)
+        if in_step and before is not None and found is not before:
             self._mixed = True
             if found.serves(before.shape):
                 found.smallest = min(found.smallest, before.elements)
@@ -187,22 +180,21 @@ class Planning:
         if current is None or not step.uses or not step.has_backward:
             return
         current.rounds = step.rounds
-        if current.trace is None:
-            if step.detailed:
-                self.recording.end()
-                self.second_runs.tell()
-                if self.recording.squeezed and self.recording.take_less():
-                    return
-                trace = make_trace(step, self.state)
-                try:
-                    self._plan_for(trace, 0)  # refused now, if it has to be
-                except StrataError:  # recorded again, in less memory
-                    if not self._may_take_less():
-                        raise
-                    return
-                current.trace = trace
-            else:
-                self._due = current
+        if current.trace is None and not step.detailed:
+            self._due = current
+        elif current.trace is None:
+            self.recording.end()
+            self.second_runs.tell()
+            if self.recording.squeezed and self.recording.take_less():
+                return
+            trace = make_trace(step, self.state)
+            try:
+                self._plan_for(trace, 0)  # refused now, if it has to be
+            except StrataError:  # recorded again, in less memory
+                if not self._may_take_less():
+                    raise
+                return
+            current.trace = trace
         elif current.paper is None:
             note_times(current.trace, step, first=current.timed == 0)
             current.timed += 1

@@ -81,6 +81,11 @@ class Recording:
         self._ran_out = False
         self._errors = 0  # of the device's allocator, when the step began
         self._room = [0, 0]  # of host memory and the SSD, for inputs
+        if not goal.alone:
+            log.info(
+                "several ranks: batches are cut into slices by split= alone, the same on all of "
+                "them, and no unit rests on the device"
+            )
 
     @property
     def may_slice(self) -> bool:

@@ -93,8 +93,13 @@ class ShapeClass:
         )
 
 
-def find_class(classes: list[ShapeClass], shape: Shape) -> tuple[ShapeClass, list[ShapeClass]]:
-    """The class of a batch, new or known, and all classes with it."""
+def find_class(
+    classes: list[ShapeClass], shape: Shape, before: ShapeClass | None
+) -> tuple[ShapeClass, list[ShapeClass]]:
+    """The class of a batch, new or known, and all classes with it. `before`: that of the step so
+    far; it serves every batch that is nowhere larger."""
+    if before is not None and before.serves(shape):
+        return before, classes
     elements = ShapeClass(shape).elements
     serving = [c for c in classes if c.trace is not None and c.serves(shape)]
     best = min(serving, key=lambda c: c.elements, default=None)
