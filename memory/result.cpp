@@ -16,6 +16,7 @@ std::string Error::text() const {
   }
   // Whatever was attempted, this is what to do.
   if (errno_value == EMFILE) out += ": close some, or raise the limit of open files (ulimit -n)";
+  if (errno_value == EFBIG) out += ": raise the limit of file sizes (ulimit -f)";
   if (errno_value == ENFILE) out += ": raise the machine's limit of open files (fs.file-max)";
   return out;
 }

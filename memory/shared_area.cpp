@@ -17,9 +17,7 @@ namespace {
 constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
 
 [[noreturn]] void refuse_size(std::size_t bytes, int errno_value) {
-  Error error = memory_error("could not size shared memory", Tier::host, bytes, errno_value);
-  if (errno_value == EFBIG) error.what += ": raise the limit of file sizes (ulimit -f)";
-  throw StrataError(std::move(error));
+  throw StrataError(memory_error("could not size shared memory", Tier::host, bytes, errno_value));
 }
 
 Addresses map_file(int file, std::size_t bytes, int protection) {
