@@ -256,7 +256,8 @@ class Wrapped:
                 f"{what} between backward() and step(): update='in_backward' has updated some of "
                 "the parameters already, perhaps not all. Call optimizer.step() first, which ends "
                 "this step with the gradients that there are, also of a backward that was "
-                "interrupted; or return to a checkpoint with strata.load()"
+                "interrupted; or return to a checkpoint with strata.load(). For several backwards "
+                "in a step, wrap with update='on_step'"
             )
 
     def refuse_half_load(self, what: str) -> None:
