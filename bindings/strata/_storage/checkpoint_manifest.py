@@ -38,11 +38,22 @@ def check(manifest: dict[str, Any], wanted: dict[str, Any], where: str) -> None:
     if problems := _unsound(manifest):
         raise CheckpointError(f"{where} is a damaged checkpoint: {_list(problems)}")
     if problems := misfits(manifest, wanted):
-        raise CheckpointError(f"{where} is a checkpoint of another model: {_list(problems)}")
+        raise CheckpointError(f"{where} {another(manifest, wanted, _list(problems))}")
     cuts = [_cut_of(entry) for entry in manifest["params"]]
     check_cuts(cuts, wanted["params"], where)
     if problem := _misplaced(manifest, wanted):
         raise CheckpointError(f"{where} is a damaged checkpoint: {problem}")
+
+
+def another(manifest: dict[str, Any], wanted: dict[str, Any], problems: str) -> str:
+    """What a manifest with these problems is of, and what to do."""
+    if misfits(_of_model(manifest), _of_model(wanted)):
+        return f"is of another model: {problems}"
+    return (
+        f"was saved with another optimizer: {problems}. To go on from its weights alone, load it "
+        'with that optimizer, call strata.export_safetensors(model, "out") and wrap with '
+        'weights="out"'
+    )
 
 
 def check_cuts(cuts: list[list[int]], wanted: list[dict[str, Any]], where: str) -> None:
@@ -192,6 +203,16 @@ def misfits(manifest: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
         found_here = _misfits_of_group(group, saved, wanted["options"])
         problems += [f"groups[{i}]: {problem}" for problem in found_here]
     return problems
+
+
+def _of_model(manifest: dict[str, Any]) -> dict[str, Any]:
+    """What a manifest says of the model, and nothing of its optimizer."""
+    params = [
+        {name: entry[name] for name in ("name", "shape", "stored") if name in entry}
+        | {"tensors": []}
+        for entry in manifest["params"]
+    ]
+    return {"params": params, "buffers": manifest["buffers"], "groups": []}
 
 
 def _misplaced(manifest: dict[str, Any], wanted: dict[str, Any]) -> str:

@@ -48,7 +48,7 @@ def saved_extra_state(manifest: dict[str, Any], model: nn.Module, where: str) ->
         except ValueError as error:
             raise CheckpointError(f"{where} is damaged: of {name!r}, {error}") from error
     if problem := misplaced(model, found):
-        raise CheckpointError(f"{where} is a checkpoint of another model: {problem}")
+        raise CheckpointError(f"{where} is of another model: {problem}")
     return found
 
 

@@ -29,7 +29,7 @@ from .._runtime.wrapped import Wrapped
 from . import checkpoint, rng
 from .checkpoint import Meter
 from .checkpoint_files import CheckpointError, Record, TensorReader
-from .checkpoint_manifest import check_cuts, misfits
+from .checkpoint_manifest import another, check_cuts, misfits
 from .snapshot_chunks import check_chunks, cuts_of, roles_of
 from .snapshot_elements import SLICE_ELEMENTS, Chunk, Elements, Form, slices
 from .snapshot_files import FORMATS, check_drives, drives_by_rank
@@ -110,9 +110,8 @@ class Source:
         except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
             raise CheckpointError(f"{self._where} is a damaged snapshot: {error!r:.80}") from error
         if problems:
-            raise CheckpointError(
-                f"{self._where} is a snapshot of another model: {'; '.join(problems[:4])}"
-            )
+            told = another(manifest, wanted, "; ".join(problems[:4]))
+            raise CheckpointError(f"{self._where} {told}")
 
     def find_pages(self, together: Together) -> None:
         """Opens the page files that can be reached. All ranks call it. Raises CheckpointError."""
