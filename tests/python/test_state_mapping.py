@@ -34,7 +34,7 @@ KINDS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 def make(wraps: bool = True, kind: str = "adamw", **options: Any) -> Made:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(24, 48), nn.Tanh(), nn.Linear(48, 1))
+    model = nn.Sequential(nn.Linear(24, 48), nn.Tanh(), nn.Linear(48, 48), nn.Linear(48, 1))
     optimizer = KINDS[kind](model.parameters())
     if not wraps:
         return model.to(options.get("dtype")), optimizer
@@ -124,9 +124,49 @@ def backup(o: Any, ps: list[Any]) -> None:
     o.state.update(kept)
 
 
+def backup_of_entries(o: Any, ps: list[Any]) -> None:
+    kept = dict(o.state)
+    o.state.clear()
+    o.state.update(kept)
+
+
+def backup_of_tensors(o: Any, ps: list[Any]) -> None:
+    kept = {p: dict(o.state[p]) for p in ps}
+    for p in ps:
+        o.state[p] = {}
+        o.state[p] = kept[p]
+
+
+def exchange(o: Any, ps: list[Any]) -> None:
+    a, b = ps[1], ps[3]
+    o.state[a], o.state[b] = o.state[b], o.state[a]
+
+
+def exchange_tensors(o: Any, ps: list[Any]) -> None:
+    s, t = o.state[ps[1]], o.state[ps[3]]
+    for name in [n for n, v in s.items() if torch.is_tensor(v) and v.dim()]:
+        s[name], t[name] = t[name], s[name]
+
+
+def zero_all(o: Any, ps: list[Any]) -> None:
+    for entry in o.state.values():
+        for value in entry.values():
+            if torch.is_tensor(value):
+                value.zero_()
+    assert [p in o.state for p in ps] == len(ps) * [True]
+
+
+def reset_steps(o: Any, ps: list[Any]) -> None:
+    for entry in o.state.values():
+        entry["step"] = torch.tensor(0.0)
+    assert all(entry["exp_avg"].any() for entry in o.state.values())
+    assert len(o.state_dict()["state"]) == len(ps)
+
+
 EDITS = (
     *(zero, scale_views, assign, out_of_place, rebind, clear, pop),
-    *(delete_one, put_back, backup),
+    *(delete_one, put_back, backup, backup_of_entries, backup_of_tensors),
+    *(exchange, exchange_tensors, zero_all, reset_steps),
 )
 
 
@@ -206,10 +246,36 @@ def test_what_is_held_shows_the_state_as_it_is() -> None:
     row.zero_()
     assert (optimizer.state[p]["exp_avg"][3] == 0).all()
     assert (optimizer.state[p]["exp_avg"][4] != 0).any()
+    kept, of_row = moment.clone(), row.clone()
     optimizer.state.clear()
-    assert len(entry) == 0
-    with pytest.raises(RuntimeError, match=r"'exp_avg' of '0.weight' is not in the optimizer's"):
-        moment.norm()
+    assert len(optimizer.state[p]) == 0
+    step(model, optimizer)
+    assert entry["step"] == 3
+    for held in (moment, entry["exp_avg"]):
+        assert torch.equal(held, kept)
+    assert torch.equal(row, of_row)
+
+
+def test_what_was_replaced_may_be_put_back() -> None:
+    ends = []
+    for wraps in (False, True):
+        model, optimizer = make(wraps)
+        step(model, optimizer)
+        other = copy.deepcopy(optimizer.state_dict())
+        step(model, optimizer)
+        saved = optimizer.state_dict()
+        optimizer.load_state_dict(other)
+        step(model, optimizer, 2)
+        optimizer.load_state_dict(saved)
+        step(model, optimizer)
+        optimizer.state, mapping = defaultdict(dict), optimizer.state
+        step(model, optimizer)
+        assert optimizer.state[model[0].weight]["step"] == 1
+        assert mapping[model[0].weight]["step"] == 3
+        optimizer.state = mapping
+        step(model, optimizer)
+        ends.append(values(model))
+    torch.testing.assert_close(ends[1], ends[0], rtol=1e-3, atol=1e-6)
 
 
 def test_views_have_their_metadata_and_iterate() -> None:
@@ -296,7 +362,7 @@ def test_copies_are_plain() -> None:
     optimizer.state.clear()
     optimizer.state = copied
     assert torch.equal(optimizer.state[p]["exp_avg"], copied[p]["exp_avg"])
-    assert "4 parameters" in repr(optimizer.state)
+    assert "6 parameters" in repr(optimizer.state)
     with pytest.raises(TypeError, match="state_dict"):
         pickle.dumps(optimizer.state)
 

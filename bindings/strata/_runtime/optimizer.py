@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import math
+import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
@@ -303,7 +304,7 @@ class StrataOptimizer(torch.optim.Optimizer):
         for group, new in zip(self.param_groups, merged, strict=True):
             group.update(new)
         for index, g, entry in trained:
-            if entry or state.session.param_step(index) != 0:  # as it began, it is nowhere
+            if entry or self.pages.has_state(index):  # as it began, it is nowhere
                 self.pages.write(index, self.param_groups[g], entry)
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
@@ -322,6 +323,11 @@ class StrataOptimizer(torch.optim.Optimizer):
 
     @state.setter
     def state(self, entries: Any) -> None:
+        if entries is self._state:
+            return
+        before, self._state = weakref.ref(self._state), OptimizerState(self.pages)
+        if (held := before()) is not None:  # by the user, who may put it back
+            held.keep()
         self._state.replace(entries)
 
     @state.deleter

@@ -9,9 +9,11 @@ optimizer_state.py makes of it what users see. Use from the thread that trains.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
+from weakref import WeakSet, WeakValueDictionary
 
 import torch
 
@@ -19,7 +21,14 @@ from .._optim.foreign import Foreign
 from .._optim.foreign_probe import Kept as KeptByClass
 from .._optim.groups import COUNTED, moments_of
 from .loaded_state import check_entry
-from .optimizer_state import Kept, StateTensor, is_there, wait_for_updates, without_others
+from .optimizer_state import (
+    Kept,
+    ParameterState,
+    StateTensor,
+    is_there,
+    wait_for_updates,
+    without_others,
+)
 from .stand_in import make
 from .wrapped import Wrapped
 
@@ -46,6 +55,10 @@ class StatePages:
         self.wrapped = state
         self._inner, self._foreign, self._kept, self._specs = inner, foreign, kept, specs
         self._groups = groups
+        # By parameter: what users hold. See Note [Held] in optimizer_state.py.
+        self._entries: WeakValueDictionary[int, ParameterState] = WeakValueDictionary()
+        self._tensors: defaultdict[int, WeakSet[Kept]] = defaultdict(WeakSet)
+        self._at_zero: set[int] = set()  # parameters with a state whose step is 0
 
     def group_of(self, index: int) -> int:
         """The number of the parameter's group."""
@@ -59,12 +72,23 @@ class StatePages:
             for parameter in group["params"]
         }
 
+    def has_state(self, index: int) -> bool:
+        """Whether there is anything of a parameter, as there is from its first step on."""
+        return self.wrapped.session.param_step(index) != 0 or index in self._at_zero
+
+    def entry(self, index: int) -> ParameterState:
+        """What there is of a parameter, as a mapping: the same one while somebody holds it."""
+        found = self._entries.get(index)
+        if found is None:
+            found = self._entries[index] = ParameterState(self, index)
+        return found
+
     def shown(self, index: int, live: bool = True) -> dict[str, Any]:
         """What there is of a parameter: nothing ahead of its first step. `live`: what is changed in
         place is written back; else it becomes a copy."""
         state = self.wrapped
         group = self._groups()[self.group_of(index)]
-        if state.session.param_step(index) == 0 or not state.config["params"][index]["trainable"]:
+        if not self.has_state(index) or not state.config["params"][index]["trainable"]:
             return {}
         shape = state.aliases[index].shape
         numbers = self._numbers(index, group)
@@ -77,11 +101,31 @@ class StatePages:
             for kind, name in self._kinds(index)
         ]
         kept = [Kept(self, index, *each, live=live) for each in found]
+        self._tensors[index].update(kept)
         return numbers | {each.name: make(StateTensor, each) for each in kept}
 
     def replace(self, entries: Mapping[int, Any]) -> None:
         """Takes over the states of parameters; one that is empty begins anew. Raises ValueError,
         and changes nothing, where one is none that the class keeps."""
+        others = {i: given for i, given in entries.items() if given is not self._entries.get(i)}
+        for index, g, entry in self._taken(others):
+            if entry or self.has_state(index):
+                self.write(index, self._groups()[g], entry)
+
+    def change(self, index: int, entries: dict[str, Any]) -> None:
+        """The parameter's entry has these tensors from here on. Raises as replace() does."""
+        for _, g, entry in self._taken({index: entries}):
+            if entry or self.has_state(index):
+                self._keep_tensors(index, entry)
+                self._write(index, self._groups()[g], entry)
+
+    def write_tensor(self, index: int, name: str, values: torch.Tensor) -> None:
+        """A tensor of the parameter was changed in place. Raises as replace() does."""
+        for _, g, entry in self._taken({index: self.shown(index) | {name: values}}):
+            self._write(index, self._groups()[g], entry)
+
+    def _taken(self, entries: Mapping[int, Any]) -> list[tuple[int, int, dict[str, Any]]]:
+        """Parameters, their groups, and what is to be written of each."""
         state = self.wrapped
         wait_for_updates(state)
         if state.ranks is not None:
@@ -101,9 +145,13 @@ class StatePages:
             entry = {} if self._begins_anew(index, specs[g], entry) else entry
             self.check(index, self._groups()[g], specs[g], entry)
             taken.append((index, g, entry))
-        for index, g, entry in taken:
-            if entry or state.session.param_step(index) != 0:
-                self.write(index, self._groups()[g], entry)
+        return taken
+
+    def _keep_tensors(self, index: int, entry: Mapping[str, Any]) -> None:
+        """What somebody holds of the tensors that `entry` replaces stays what it is."""
+        for kept in list(self._tensors.get(index, ())):
+            if not is_there(entry.get(kept.name), self.wrapped, index, kept.name):
+                kept.keep()
 
     def _begins_anew(self, index: int, spec: GroupSpec, entry: Any) -> bool:
         """Whether a state has lost what a class keeps that counts no steps: SGD its momentum."""
@@ -169,6 +217,15 @@ class StatePages:
             )
 
     def write(self, index: int, group: dict[str, Any], entry: dict[str, Any]) -> None:
+        """The parameter has this state from here on, instead of the one that it had."""
+        if self.has_state(index):
+            held = self._entries.pop(index, None)
+            if held is not None:
+                held.keep()
+            self._keep_tensors(index, entry)
+        self._write(index, group, entry)
+
+    def _write(self, index: int, group: dict[str, Any], entry: dict[str, Any]) -> None:
         state = self.wrapped
         kinds = self._kinds(index)
         for kind, name in kinds:
@@ -182,5 +239,9 @@ class StatePages:
         started = any(entry.get(name) is not None for _, name in kinds)
         step = int(entry.get("step", started))
         state.session.set_param_step(index, step)
+        if step == 0 and any(value is not None for value in entry.values()):
+            self._at_zero.add(index)
+        else:
+            self._at_zero.discard(index)
         if self._foreign is not None:
             self._foreign.set_scalars(index, step, entry, group)

@@ -12,7 +12,13 @@ it was: a copy of then is copy.deepcopy(optimizer.state_dict()). Each look reads
 pages, in float32, and forgets it; torch.save has one at a time in memory. What is changed in place
 in optimizer.state is written to the pages. What is changed in a state dict becomes a copy, for
 another optimizer may train with it; load_state_dict() takes it over. A view of a tensor is one of
-these, too, and does as much (Note [Views]).
+these, too, and does as much (Note [Views]). What is replaced, and somebody holds, keeps its values
+(Note [Held]).
+
+Note [Held]. In PyTorch an entry that was taken out of optimizer.state, or a tensor of it, stays
+what it is when another one takes its place: two parameters may exchange their entries, and what was
+kept may be put back. So before pages are written, what somebody holds of them gets copies in
+ordinary memory: tensors of the names that change and, where an entry is replaced, the entry.
 
 Note [Views]. What an operation returns over the same memory would be a view of a copy: changes of
 it would be lost. It is replaced by a View, which makes the operation again, on the values as they
@@ -69,7 +75,7 @@ class Kept:
             return self._copy
         state = self._pages.wrapped
         wait_for_updates(state)
-        if state.session.param_step(self._index) == 0:
+        if not self._pages.has_state(self._index):
             raise RuntimeError(
                 f"{self.name!r} of {state.names[self._index]!r} is not in the optimizer's state "
                 "any more, which begins anew with the next step: copy it (clone()) before that"
@@ -82,11 +88,15 @@ class Kept:
 
     def close(self, values: torch.Tensor, changed: bool) -> None:
         """What was changed is the state from here on, or a copy."""
-        if changed and self._live:
-            shown = self._pages.shown(self._index)
-            self._pages.replace({self._index: shown | {self.name: values}})
+        if changed and self._live and self._copy is None:
+            self._pages.write_tensor(self._index, self.name, values)
         elif changed:
             self._copy, self.place = values, None
+
+    def keep(self) -> None:
+        """Another one takes its place: the values of now are its own. See Note [Held]."""
+        if self._copy is None:
+            self._copy, self.place = self.open(), None
 
 
 Open = Callable[["StandIn"], torch.Tensor]
@@ -189,36 +199,49 @@ class ParameterState(MutableMapping[str, Any]):
     def __init__(self, pages: StatePages, index: int) -> None:
         self._pages = pages
         self._index = index
+        self._own: dict[str, Any] | None = None  # another entry has taken its place
 
-    def _shown(self) -> dict[str, Any]:
+    def keep(self) -> None:
+        """Another entry takes its place: what there is now is its own. See Note [Held]."""
+        self._own = self._pages.shown(self._index)
+
+    def _entries(self) -> dict[str, Any]:
+        if self._own is not None:
+            return self._own
         wait_for_updates(self._pages.wrapped)
         return self._pages.shown(self._index)
 
+    def _change(self, entries: dict[str, Any]) -> None:
+        """Raises as StatePages.replace() does for what the class does not keep."""
+        if self._own is not None:
+            self._own = entries
+        else:
+            self._pages.change(self._index, entries)
+
     def __getitem__(self, name: str) -> Any:
-        return self._shown()[name]
+        return self._entries()[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._shown())
+        return iter(self._entries())
 
     def __len__(self) -> int:
-        return len(self._shown())
+        return len(self._entries())
 
     def __setitem__(self, name: str, value: Any) -> None:
-        """Raises as replace() does for what the class does not keep."""
         self.update({name: value})
 
     def __delitem__(self, name: str) -> None:
-        shown = self._shown()
-        del shown[name]
-        self._pages.replace({self._index: shown})
+        entries = dict(self._entries())
+        del entries[name]
+        self._change(entries)
 
     def update(self, *args: Any, **kwargs: Any) -> None:
         """All at once, so that a state may be made of its parts."""
-        self._pages.replace({self._index: self._shown() | dict(*args, **kwargs)})
+        self._change(self._entries() | dict(*args, **kwargs))
 
     def clear(self) -> None:
         """It begins anew with the next step."""
-        self._pages.replace({self._index: {}})
+        self._change({})
 
     def pop(self, name: str, default: Any = _NO_DEFAULT) -> Any:
         """Removes a tensor, and returns a copy of it."""
@@ -248,6 +271,11 @@ class OptimizerState(MutableMapping[torch.Tensor, Any]):
 
     def __init__(self, pages: StatePages) -> None:
         self._pages = pages
+        self._own: dict[torch.Tensor, Any] | None = None  # another mapping has taken its place
+
+    def keep(self) -> None:
+        """Another mapping takes its place: the entries of now are its own. See Note [Held]."""
+        self._own = dict(self.items())
 
     def _index(self, parameter: Any) -> int:
         index = self._pages.members().get(parameter) if torch.is_tensor(parameter) else None
@@ -258,15 +286,21 @@ class OptimizerState(MutableMapping[torch.Tensor, Any]):
             )
         return index
 
-    def __getitem__(self, parameter: torch.Tensor) -> ParameterState:
+    def __getitem__(self, parameter: torch.Tensor) -> Any:
         """Also of one that has made no step, which is empty: torch's is a defaultdict."""
-        return ParameterState(self._pages, self._index(parameter))
+        if self._own is not None:
+            return self._own.setdefault(parameter, {})
+        return self._pages.entry(self._index(parameter))
 
     def __contains__(self, parameter: object) -> bool:
+        if self._own is not None:
+            return parameter in self._own
         members = self._pages.members()
         return torch.is_tensor(parameter) and parameter in members and bool(self[parameter])
 
     def __iter__(self) -> Iterator[torch.Tensor]:
+        if self._own is not None:
+            return iter(self._own)
         wait_for_updates(self._pages.wrapped)
         return (p for p, index in self._pages.members().items() if self._pages.shown(index))
 
@@ -274,11 +308,17 @@ class OptimizerState(MutableMapping[torch.Tensor, Any]):
         return sum(1 for _ in self)
 
     def __setitem__(self, parameter: torch.Tensor, entry: Any) -> None:
+        if self._own is not None:
+            self._own[parameter] = entry
+            return
         self._pages.replace({self._index(parameter): entry})
 
     def __delitem__(self, parameter: torch.Tensor) -> None:
         if parameter not in self:
             raise KeyError(parameter)
+        if self._own is not None:
+            del self._own[parameter]
+            return
         self._pages.replace({self._index(parameter): {}})
 
     def get(self, parameter: Any, default: Any = None) -> Any:
@@ -303,7 +343,8 @@ class OptimizerState(MutableMapping[torch.Tensor, Any]):
 
     def replace(self, entries: Mapping[torch.Tensor, Any]) -> None:
         """Takes over the states of all parameters; what has no entry begins anew."""
-        if entries is self:
+        if self._own is not None:
+            self._own = dict(entries)
             return
         found = {self._index(parameter): entry for parameter, entry in entries.items()}
         self._pages.replace(

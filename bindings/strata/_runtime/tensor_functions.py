@@ -23,8 +23,9 @@ def functions(methods: str, properties: str = "") -> frozenset[Function]:
 
 
 def name_of(func: Function) -> str:
-    """As torch names it."""
-    return getattr(func, "__name__", repr(func))
+    """As torch names it; an attribute that is assigned to, as users write it."""
+    name = getattr(func, "__name__", repr(func))
+    return f"assigning to .{func.__self__.__name__}" if name == "__set__" else name  # type: ignore[attr-defined]
 
 
 # What an operation writes -------------------------------------------------------------------------
