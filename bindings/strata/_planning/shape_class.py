@@ -2,7 +2,7 @@
 plans: how fast the machine was seen to be, how long units compute by now, and what no plan could be
 faster than.
 
-    found, classes = find_class(classes, shape)
+    found, classes = find_class(classes, shape, before)
     following.begin(found, paper)                   # a plan has been made for a class of batches
     window = following.note(found, record, step)    # behind every step under it
     following.bound(found)["seconds"]
