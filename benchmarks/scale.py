@@ -30,13 +30,12 @@ MACHINES, RANKS = 8, 64
 LINK_BYTES_S = 8 * 45e9  # of a machine: eight of 400 Gb/s, as far as they get
 
 
-def step(tokens: int, layers: int = LLAMA_70B.layers, lends: bool = True) -> Forecast:
+def step(tokens: int, layers: int = LLAMA_70B.layers) -> Forecast:
     """The planned step of the rank that holds most, as if its machine were alone."""
-    machine = H100_OF_8 if lends else replace(H100_OF_8, peer_bytes_s=0.0)
     sizes, here = replace(LLAMA_70B, layers=layers), RANKS // MACHINES
     trace = llama_trace(sizes, tokens, SEQUENCE, H100_OF_8.flops_s, chunked_loss=True)
     links = ("upload_bytes_s", "download_bytes_s")  # which each device has of its own
-    costs = costs_of_rank(machine.costs(), here, "cuda", links)
+    costs = costs_of_rank(H100_OF_8.costs(), here, "cuda", links)
     whole = H100_OF_8.budgets()
     budgets = whole.replace(host_bytes=whole.host_bytes // here)
     trace = shared_among(trace, RANKS, MACHINES)
@@ -64,9 +63,6 @@ def run(context: Context) -> Iterator[Figure]:
         mfu = 100 * flops / (seconds * H100_OF_8.peak_flops_s)
         name = f"{tokens}_tokens"
         yield Figure("scale", f"step_{name}", seconds, "s")
-        without = step(tokens, layers, lends=False).step_seconds
-        assert without is not None
-        yield Figure("scale", f"step_without_lending_{name}", without, "s")
         yield Figure("scale", f"mfu_{name}", mfu, "%", bound=100.0, better="higher")
         share = found.percent_of_bound
         yield Figure("scale", f"of_bound_{name}", share or 0.0, "%", bound=100.0, better="higher")

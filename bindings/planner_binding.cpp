@@ -22,7 +22,6 @@ void check_amount(double amount, const char* name) {
 void check(const Costs& costs) {
   check_amount(costs.compute_scale, "compute_scale");
   check_amount(costs.upload_bytes_s, "upload_bytes_s");
-  check_amount(costs.peer_bytes_s, "peer_bytes_s");
   check_amount(costs.download_bytes_s, "download_bytes_s");
   check_amount(costs.read_bytes_s, "read_bytes_s");
   check_amount(costs.write_bytes_s, "write_bytes_s");
@@ -97,8 +96,7 @@ void bind_trace(py::module_& module) {
       .optional("remote_elements", &TracedUnit::remote_elements)
       .optional("remote_param_bytes", &TracedUnit::remote_param_bytes)
       .optional("remote_grad_bytes", &TracedUnit::remote_grad_bytes)
-      .optional("remote_state_bytes", &TracedUnit::remote_state_bytes)
-      .optional("lent_param_bytes", &TracedUnit::lent_param_bytes);
+      .optional("remote_state_bytes", &TracedUnit::remote_state_bytes);
   bind_list<Use>(module, "Uses");
   bind_list<TracedUnit>(module, "TracedUnits");
   bind_list<SavedTensor>(module, "SavedTensors");
@@ -138,7 +136,6 @@ void bind_questions(py::module_& module) {
       .field("update_elements_s", &Costs::update_elements_s)
       .field("transfer_seconds", &Costs::transfer_seconds)
       .field("slice_seconds", &Costs::slice_seconds)
-      .optional("peer_bytes_s", &Costs::peer_bytes_s)
       .optional("decode_bytes_s", &Costs::decode_bytes_s)
       .optional("landing_waits", &Costs::landing_waits)
       .optional("updates_first", &Costs::updates_first)

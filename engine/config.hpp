@@ -35,10 +35,6 @@ struct ParamSpec {
 //                A backward may see newer parameters than its forward did; no page is ever torn
 enum class UpdateMode : std::uint8_t { on_step, in_backward, lock_free };
 
-// Whether a page comes from the device of the rank that owns it, where that is of the same machine:
-// where that is faster than from host memory, or whenever it can.
-enum class DeviceLending : std::uint8_t { never, faster, always };
-
 struct Config {
   std::vector<ParamSpec> params;
   std::vector<std::string> units;  // names, in order of first use
@@ -67,7 +63,6 @@ struct Config {
   bool sums_ranks = false;            // gradients of ranks are summed, and not averaged
   bool machine_sums = false;          // gradients are added up inside each machine first
   bool coded_gathers = false;         // parameters go to other machines as int8 codes
-  DeviceLending device_lending = DeviceLending::never;
   MomentDtype moment_dtype = MomentDtype::float32;
   // in_backward, by unit: its first and its last gradient may land far apart, and are needed
   // together. Empty: no unit's do, or each gradient may be used by itself.

@@ -93,7 +93,7 @@ Core::Core(const Config& config, SessionParts parts, Gate& gate, Doorbell& bell)
       gradients(base, between, updates, captures, parts.idle == nullptr),
       ranks(base.owns.alone() ? std::nullopt
                               : std::optional<OtherRanks>(
-                                    std::in_place, base, Lender(base, updates, prefetcher, loads),
+                                    std::in_place, base, Lender(base, updates),
                                     *gradients.exchange(), *gradients.sums(), gradients.early())),
       steps({base, between, prefetcher, planner, updates, writes, gradients, loads,
              ranks ? &*ranks : nullptr}),
@@ -280,9 +280,6 @@ SessionStats Core::stats() const {
   if (const GradientExchange* exchange = gradients.exchange()) {
     stats.gradients_kept_bytes = exchange->kept_bytes();
   }
-  if (base.remote) stats.from_devices_bytes = base.remote->from_devices() * base.layout.page_bytes;
-  stats.from_devices_bytes_s = base.from_devices_bytes_s;
-  stats.why_not_from_devices = base.why_not_from_devices;
   stats.mappings = frames.mappings();
   if (const CountedDriver* driver = base.tiers.driver()) stats.driver = driver->counts();
   stats.plans = prefetcher.plans();

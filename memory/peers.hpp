@@ -40,11 +40,9 @@ namespace strata {
 struct PeerMessage {
   enum class Kind : std::uint32_t {
     ask,        // for page `what`, not older than `step`, nor than the `count`th write, for `part`;
-                // `dtype` is not 0: codes of its values will do; `at` is not 0: so will a place in
-                // the frames that the holder's device lends
+                // `dtype` is not 0: codes of its values will do
     grant,      // of page `what`, which lies at `at`, with all updates up to those of `step`; of no
-                // bytes: its holder is to be asked; `window`, as asked: it comes to that frame;
-                // `count` is not 0: the place is one in the frames that its device lends
+                // bytes: its holder is to be asked; `window`, as asked: it comes to that frame
     give_back,  // page `what`
     alive,      // nothing: who takes it runs
     piece,      // of parameter `what`: run `part`, of `window`, number `count` there, at `at`
@@ -71,7 +69,7 @@ struct PeerMessage {
   std::uint32_t window = 0;
   std::uint32_t count = 0;
   std::uint32_t dtype = 0;  // of a piece: piece_dtype(); of a grant: coded_as(), or 0
-  std::uint64_t at = 0;     // in bytes, from the beginning of the sender's memory, or of its frames
+  std::uint64_t at = 0;     // in bytes, from the beginning of the sender's memory
   std::uint64_t bytes = 0;  // of what lies there, and goes along to another machine
   std::int64_t step = 0;
   // Filled in by Peers: counts what its sender says to the receiver; and a hash of all the rest.
@@ -108,10 +106,6 @@ struct Seat {
   std::span<const std::byte> memory;   // likewise
   std::size_t claimed_bytes = 0;       // of it, which stay; 0: nobody knows
   std::function<void()> ring = [] {};  // wakes it
-  // Of a rank of this machine whose device lends pages: the file of these frames; and where this
-  // one's device reads them, once it has opened the file. Empty: it does not reach them.
-  int device_file = -1;
-  std::span<const std::byte> device_frames{};
   // Of a rank of another machine, which has no inbox here.
   MessageRing* way = nullptr;               // what this rank says to it
   std::span<const std::byte> board_come{};  // what came of its board last, at the same places
@@ -192,13 +186,6 @@ class Peers final {
     if (at > memory.size() || size > memory.size() - at) return nullptr;
     return memory.data() + at;
   }
-  // Of the frames that the rank's device lends, likewise; and whether this one's reaches them.
-  const std::byte* device_bytes(std::uint32_t rank, std::uint64_t at, std::size_t size) const {
-    const std::span<const std::byte> frames = seats_[rank].device_frames;
-    if (at > frames.size() || size > frames.size() - at) return nullptr;
-    return frames.data() + at;
-  }
-  bool lends_by_device(std::uint32_t rank) const { return !seats_[rank].device_frames.empty(); }
   // Where bytes of a rank's memory are, by default of this one's. REQUIRES: they are in it.
   std::uint64_t place(const std::byte* bytes) const { return place_of(rank_, bytes); }
   std::uint64_t place_of(std::uint32_t rank, const std::byte* bytes) const {

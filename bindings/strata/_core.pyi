@@ -91,7 +91,6 @@ class UnitPlan(TypedDict):
     state_bytes: int  # in pages: residuals or masters, and moments
     remote_params: int  # of all of these: what other ranks hold
     remote_param_bytes: int
-    lent_param_bytes: int  # of these: what devices of other ranks may lend
     remote_landing_bytes: int
     remote_state_bytes: int
     chunks: int

@@ -158,8 +158,6 @@ def _log_choices(state: Wrapped) -> None:
         f", {stats['io_engine']} ({stats['io_engine_why']})" if stats["io_engine"] else "",
     )
     log.info("%s %s", format_count(state.config["workers"], "worker"), stats["workers_where"])
-    if why := stats.get("why_not_from_devices"):
-        log.info("parameters of some other ranks come from host memory: %s", why)
     for warning in stats.get("warnings", []):
         log.warning("%s", warning)
 

@@ -46,7 +46,6 @@ class Ranks(TypedDict):
     sums: bool  # gradients are summed, and not averaged
     coded_gathers: bool  # ranks of other machines compute with int8 codes of parameters
     machine_sums: bool  # gradients are added up inside each machine first
-    device_lending: str  # whether pages come from other GPUs here: "never", "faster", "always"
 
 class Config(TypedDict):
     params: list[ParamSpec]  # in the order of model.parameters(); its place here is its id

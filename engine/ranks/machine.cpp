@@ -23,9 +23,9 @@ Seat seat_of(std::span<std::byte> area, std::uint32_t ranks, std::span<const std
 }
 
 // What a meeting opens: a folder and a socket; and for each other rank its connection, its process
-// (twice), and four that it sends.
+// (twice), and three that it sends.
 constexpr std::size_t kFilesToMeet = 2;
-constexpr std::size_t kFilesOfARank = 7;
+constexpr std::size_t kFilesOfARank = 6;
 
 // Whoever finds no room for what others send has let them wait for it in vain.
 void check_room_for_files(std::size_t others, const Doorbell& any) {
@@ -59,8 +59,7 @@ std::vector<Seat> Machine::meet(const SeatOffer& offer) {
   const std::vector<std::uint32_t> here = ranks_here(config_);
   const auto place = std::find(here.begin(), here.end(), config_.rank) - here.begin();
   const Descriptor bell = offer.bell->duplicate();
-  std::vector<int> offered = {own_->descriptor(), offer.memory_file, bell.get()};
-  if (offer.device_file >= 0) offered.push_back(offer.device_file);  // whose device lends
+  const std::vector<int> offered = {own_->descriptor(), offer.memory_file, bell.get()};
   check_room_for_files(here.size() - 1, *offer.bell);
   if (claimed_) std::exchange(claimed_, {})();
   // 2. All ranks come.
@@ -87,9 +86,9 @@ std::vector<Seat> Machine::meet(const SeatOffer& offer) {
   for (Peer& peer : peers) {
     const std::uint32_t rank = here[peer.rank];
     const Hello theirs = checked(peer.hello, rank, hello, config_.rank);
-    const std::size_t files = peer.descriptors.size();
-    if (theirs.area_bytes != bytes || files < 3 || files > 4 || theirs.memory_bytes == 0 ||
-        theirs.memory_bytes % kKernelPageBytes != 0 || theirs.claimed_bytes > theirs.memory_bytes) {
+    if (theirs.area_bytes != bytes || peer.descriptors.size() != offered.size() ||
+        theirs.memory_bytes == 0 || theirs.memory_bytes % kKernelPageBytes != 0 ||
+        theirs.claimed_bytes > theirs.memory_bytes) {
       refuse("rank " + std::to_string(rank) + " is damaged");
     }
     areas_.emplace_back(peer.descriptors[0].get(), bytes, Access::read_write);
@@ -99,10 +98,6 @@ std::vector<Seat> Machine::meet(const SeatOffer& offer) {
     seat = seat_of(areas_.back().writable(), config_.ranks, memories_.back().bytes());
     seat.claimed_bytes = theirs.claimed_bytes;
     seat.ring = [bell_of = bells_.back().get()] { bell_of->ring(); };
-    if (files == 4) {
-      device_files_.push_back(std::move(peer.descriptors[3]));
-      seat.device_file = device_files_.back().get();
-    }
     watch_.add(rank, std::move(peer.pidfd));
   }
   return seats;

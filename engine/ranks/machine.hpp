@@ -17,7 +17,6 @@
 
 #include "engine/config.hpp"
 #include "engine/ranks/meeting.hpp"
-#include "memory/descriptor.hpp"
 #include "memory/peer_watch.hpp"
 #include "memory/shared_area.hpp"
 
@@ -44,7 +43,6 @@ class Machine final : public Meeting {
   std::vector<MappedArea> areas_;     // those of others
   std::vector<MappedArea> memories_;  // likewise, their host memory
   std::vector<std::unique_ptr<PeerBell>> bells_;
-  std::vector<Descriptor> device_files_;
   PeerWatch watch_;
 };
 

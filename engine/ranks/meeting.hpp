@@ -27,7 +27,6 @@ struct SeatOffer {
   std::size_t board_bytes = 0;
   std::size_t page_bytes = 0;
   std::span<std::byte> relayed{};  // part of it, in pages: where those of other machines come to
-  int device_file = -1;            // by which other devices map the frames that this one lends
 };
 
 struct LostRank {

@@ -179,14 +179,8 @@ bool OtherRanks::turn() {
   }
   for (const LostRank& of : lost) {
     lender_.forget(of.rank);
-    dead_.push_back(of.rank);
+    if (base_.relay) base_.relay->forget(of.rank, true);
   }
-  // The relay has other pages in their places soon.
-  std::erase_if(dead_, [this](std::uint32_t rank) {
-    if (lender_.copies_for(rank)) return false;
-    if (base_.relay) base_.relay->forget(rank, true);
-    return true;
-  });
   if (heed_deaths() || heed_writes()) return true;
   moved |= lender_.turn();
   return exchange_.turn() || moved;

@@ -85,7 +85,6 @@ class OtherRanks final {
   EarlyUnits* early_;
   Lender lender_;
   std::vector<bool> said_bye_;           // by rank
-  std::vector<std::uint32_t> dead_;      // and not forgotten by the relay yet
   std::vector<bool> died_;               // likewise
   std::vector<std::string> how_;         // likewise, of those of other machines: what broke
   std::vector<std::uint64_t> messages_;  // likewise: that came

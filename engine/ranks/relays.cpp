@@ -26,9 +26,6 @@ PageRanks page_ranks(const Config& config, const Layout& layout, const Ownership
     const std::uint32_t holder = owns.owner(layout.chunk_of[i]);
     const bool relayed = layout.role_of[i] == Role::param && !is_here[holder];
     pages.coded.push_back(!is_here[holder] && crosses_coded(config, layout, PageId{i}));
-    const bool stored =
-        layout.segments[layout.chunks[layout.chunk_of[i]].segment].stored.has_value();
-    pages.shown.push_back(layout.role_of[i] == Role::param && !stored);
     pages.holders.push_back(holder);
     pages.sources.push_back(relayed ? pages.here[next++ % pages.here.size()] : holder);
   }

@@ -13,8 +13,7 @@ Loads::Loads(PageTable& table, Transfers& transfers, PageCache& cache, DeviceFra
       cache_(cache),
       frames_(frames),
       computed_(computed),
-      last_copy_(frames.unit_count()),
-      last_read_(frames.unit_count()) {
+      last_copy_(frames.unit_count()) {
   set_max(loads_max);
 }
 

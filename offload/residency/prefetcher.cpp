@@ -95,7 +95,6 @@ void Prefetcher::begin_use(UnitId unit, Stream stream) {
   UnitState& state = state_[index(unit)];
   STRATA_ASSERT(state.users != 0 || ready(unit));
   copies_.stream_waits(stream, loads_.last_copy(unit));
-  copies_.stream_waits(stream, loads_.last_read(unit));
   if (state.users++ == 0) state.out_of_date = false;
   state.last_use = ++use_;
   if (state.out_of_date) return;  // somebody else may wait for newer pages

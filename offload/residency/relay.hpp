@@ -67,10 +67,8 @@ struct PageRanks {
   std::vector<std::uint32_t> here{};  // ranks of this machine
   std::vector<std::uint32_t> holders{}, sources{};
   std::vector<bool> coded{};  // it comes as codes, to be computed with; empty: none does
-  std::vector<bool> shown{};  // devices show it as it is; empty: none does
 
   bool comes_coded(PageId page) const { return index(page) < coded.size() && coded[index(page)]; }
-  bool is_shown(PageId page) const { return index(page) < shown.size() && shown[index(page)]; }
   bool relays(PageId page) const {
     return index(page) < sources.size() && sources[index(page)] == rank &&
            holders[index(page)] != rank;

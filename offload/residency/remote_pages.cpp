@@ -38,10 +38,6 @@ bool RemotePages::is_read_at_holder(PageId page) const {
   return at_holders_ || (pages_.comes_coded(page) && is_plain(page));
 }
 
-bool RemotePages::may_come_by_device(PageId page, std::uint32_t source) const {
-  return !at_holders_ && pages_.is_shown(page) && peers_.lends_by_device(source);
-}
-
 bool RemotePages::expect(PageId page) {
   if (holds_ != 0 || newest_) return false;  // what is newest is asked for when it is needed
   if (!pages_.relays(page) || is_read_at_holder(page)) return true;
@@ -60,7 +56,7 @@ std::byte* RemotePages::open(PageId page) {
       at_holder ? pages_.holders[index(page)] : pages_.sources[index(page)];
   if (lease != nullptr && lease->bytes != nullptr &&
       ((newest && lags_[index(page)] != 0) || (at_holder && lease->source != source) ||
-       lease->coded != coded || (at_holders_ && lease->by_device))) {
+       lease->coded != coded)) {
     if (lease->users != 0) return nullptr;
     drop(*lease);
     lease = nullptr;
@@ -72,13 +68,12 @@ std::byte* RemotePages::open(PageId page) {
                        .step = newest ? step_ : oldest_,
                        .writes = writes_,
                        .source = source,
-                       .coded = coded,
-                       .by_device = may_come_by_device(page, source)});
+                       .coded = coded});
     ask(leases_.back());
     lease = find(page);  // this rank may have relayed it to itself
   }
   if (lease->bytes == nullptr) return nullptr;
-  if (lease->users++ == 0 && lease->by_device) ++from_devices_;
+  ++lease->users;
   return lease->bytes;
 }
 
@@ -93,7 +88,6 @@ void RemotePages::ask(const Lease& lease) {
                              .part = peers_.rank(),
                              .count = lease.writes,
                              .dtype = std::uint32_t{lease.coded},
-                             .at = std::uint64_t{lease.by_device},
                              .step = lease.step});
 }
 
@@ -140,7 +134,7 @@ void RemotePages::give_back(const Lease& lease) {
     STRATA_ASSERT(had);
     return;
   }
-  const std::uint64_t at = lease.by_device ? 0 : peers_.place_of(lease.source, lease.bytes);
+  const std::uint64_t at = peers_.place_of(lease.source, lease.bytes);
   peers_.send(lease.source,
               {.kind = PeerMessage::Kind::give_back, .what = index(lease.page), .at = at});
 }
@@ -174,7 +168,6 @@ bool RemotePages::answered(std::uint32_t from, const PeerMessage& grant, std::si
   if (lease == nullptr || lease->bytes != nullptr || lease->source != from) return false;
   if (grant.bytes == 0 && from != pages_.holders[index(page)]) {
     lease->source = pages_.holders[index(page)];
-    lease->by_device = may_come_by_device(page, lease->source);
     ask(*lease);
     return true;
   }
@@ -182,12 +175,8 @@ bool RemotePages::answered(std::uint32_t from, const PeerMessage& grant, std::si
   // Who relays it has the values.
   const bool coded = lease->coded && from == pages_.holders[index(page)];
   if ((grant.dtype != 0) != coded) return false;
-  const bool by_device = grant.count != 0;
-  if (by_device && !lease->by_device) return false;
-  lease->by_device = by_device;
   lags_[index(page)] = std::max<std::int64_t>(0, step_ - grant.step);
-  const std::byte* const bytes = by_device ? peers_.device_bytes(from, grant.at, page_bytes)
-                                           : peers_.bytes(from, grant.at, page_bytes);
+  const std::byte* const bytes = peers_.bytes(from, grant.at, page_bytes);
   // It is only read; copy engines take one kind of pointer for both ways.
   lease->bytes = const_cast<std::byte*>(bytes);
   return lease->bytes != nullptr;

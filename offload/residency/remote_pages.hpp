@@ -4,8 +4,6 @@
 // the machine compute with it. From another machine the page comes along with the answer. Where
 // several ranks share a machine, one of them relays it to the others, who ask that one: relay.hpp.
 //
-// A page that is only shown may lie in memory of its holder's device: engine/ranks/lent_frames.hpp.
-//
 // Threads: one caller at a time (the core's lock).
 //
 //   std::byte* bytes = remote.open(page);     // null: asked, and not answered yet
@@ -129,8 +127,6 @@ class RemotePages final {
 
   // Returns pages that were granted and never opened. True: nothing is open or asked for.
   bool settle();
-  // Pages that were opened in memory of their holders' devices, since the start.
-  std::uint64_t from_devices() const { return from_devices_; }
   // Something is asked for; that rank holds it, or relays it.
   bool waits() const;
   bool awaits(std::uint32_t rank) const;
@@ -150,14 +146,12 @@ class RemotePages final {
     std::uint32_t writes = 0;
     std::uint32_t source = 0;  // the rank that was asked
     bool coded = false;        // it comes, or came, as codes
-    bool by_device = false;    // likewise, in memory of its holder's device
   };
 
   Lease* find(PageId page);
   bool is_newest(PageId page) const;
   bool is_plain(PageId page) const;
   bool is_read_at_holder(PageId page) const;
-  bool may_come_by_device(PageId page, std::uint32_t source) const;
   void ask(const Lease& lease);
   void give_back(const Lease& lease);
   void drop(const Lease& lease);
@@ -175,7 +169,6 @@ class RemotePages final {
   std::vector<UnitId> exact_next_;  // ... from the next step on
   std::vector<std::int64_t> lags_;  // by page, in steps: of what was granted last
   std::uint32_t writes_ = 0;
-  std::uint64_t from_devices_ = 0;
   std::uint32_t holds_ = 0;
   bool at_holders_ = false;
 };

@@ -180,8 +180,6 @@ inline Config config_of(const Script& script, std::uint32_t rank, std::mt19937_6
   const std::size_t aside = kOutboxFrames + choose_residence(config).buffer_frames;
   config.host_bytes = (aside + 8 + below(random, layout.page_count)) * page;
   while (!feasible(config)) config.host_bytes += page;
-  // Each rank by itself: who lends nothing is lent nothing.
-  config.device_lending = below(random, 3) == 0 ? DeviceLending::never : DeviceLending::always;
   return config;
 }
 

@@ -12,8 +12,8 @@
 #include "damaged_ring.hpp"
 #include "doubles/faulty_engine.hpp"
 #include "doubles/late_copies.hpp"
-#include "doubles/lending_memory.hpp"
 #include "engine/session.hpp"
+#include "memory/host_device.hpp"
 #include "offload/storage/memory_engine.hpp"
 #include "rank_checks.hpp"
 
@@ -88,7 +88,7 @@ class SimulatedRank final {
   void open() {
     SessionParts parts;
     const std::size_t lateness = 1 + static_cast<std::size_t>(below(8));
-    parts.device = with_late_copies(lending_host(nullptr, CopyMode::polled),
+    parts.device = with_late_copies(host_device(nullptr, CopyMode::polled),
                                     [this, lateness] { return below(lateness) == 0; });
     faulty_ = disk_.get();
     parts.io_engine = std::move(disk_);

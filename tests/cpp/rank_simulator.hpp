@@ -47,10 +47,9 @@ struct RanksResult {
   std::uint64_t sums = 0;     // gradients of several ranks that a machine added up
   std::uint64_t pieces = 0;   // gradients that landed
   std::uint64_t skipped = 0;
-  std::uint64_t looks = 0;       // at gradients, ahead of the end of a step
-  std::uint64_t early = 0;       // chunks that were updated ahead of it
-  std::uint64_t by_devices = 0;  // the most bytes that came to a rank from devices of others
-  std::uint64_t lagging = 0;     // pages that a forward or a backward saw with gradients missing
+  std::uint64_t looks = 0;    // at gradients, ahead of the end of a step
+  std::uint64_t early = 0;    // chunks that were updated ahead of it
+  std::uint64_t lagging = 0;  // pages that a forward or a backward saw with gradients missing
 };
 
 RanksResult simulate_ranks(std::uint64_t seed, Trouble trouble);

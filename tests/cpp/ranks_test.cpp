@@ -3,7 +3,6 @@
 #include <gtest/gtest.h>
 
 #include "doubles/held_engine.hpp"
-#include "doubles/lending_memory.hpp"
 #include "left_snapshots.hpp"
 #include "rank_training.hpp"
 
@@ -98,7 +97,7 @@ std::vector<Bfloat16s> all_shown(Session& session) {
   return shown;
 }
 
-// What is frozen has the versions in it that pages of other values had, which devices have lent.
+// What is frozen has the versions in it that pages of other values had.
 TEST(Ranks, ShowWhatAnotherRunHasLeftThem) {
   std::array<TempFolder, 2> folders;
   std::array<Linked, 2> left;
@@ -108,18 +107,12 @@ TEST(Ranks, ShowWhatAnotherRunHasLeftThem) {
     std::barrier all(2);
     on_ranks(2, [&](std::uint32_t rank) {
       Config config = tight(folders[rank]);
-      config.device_lending = DeviceLending::always;
       config.params[1].trainable = false;
-      SessionParts parts;
-      parts.open_device = [](Doorbell* bell) -> OpenedDevice {
-        return {nullptr, lending_host(bell, CopyMode::threaded), nullptr};
-      };
-      const auto opened = open_rank(machine, rank, config, 2, std::move(parts));
+      const auto opened = open_rank(machine, rank, config, 2);
       fill_all(*opened, next ? 2 : 1);
       all.arrive_and_wait();
       train_rank(*opened, 1, {}, {});
       (next ? own : expected)[rank] = all_shown(*opened);
-      EXPECT_GT(opened->stats().from_devices_bytes, 0U);
       all.arrive_and_wait();  // others may still read from this one
       if (!next) left[rank] = take(*opened, "first");
       if (next) resume(*opened, {left[rank]});

@@ -391,7 +391,7 @@ def plan(config: dict[str, Any]) -> dict[str, Any]:
                 "landing_bytes": landing[u],
                 "grad_bytes": grads[u],
                 "state_bytes": states[u],
-                **dict.fromkeys([*REMOTE, "lent_param_bytes"], 0),
+                **dict.fromkeys(REMOTE, 0),
                 "chunks": 1,
                 "on_device": False,
                 "param_tier": "host",

@@ -54,8 +54,6 @@ def is_refused(run: Rank, what: str) -> list[str]:
         from strata._config import ranks
 
         ranks._meeting_folder = _no_folder
-    if what == "lending" and odd:
-        os.environ["STRATA_GPU_LENDING"] = "often"
     if what == "dtypes" and odd:
         options["dtype"] = torch.bfloat16
     if what == "pages" and odd:

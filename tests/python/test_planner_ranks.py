@@ -204,36 +204,12 @@ def test_ranks_share_the_speed_of_the_ssd(ask):
 
 
 @pytest.mark.parametrize(
-    ("ranks", "part"),
-    [
-        (["--ranks", "2"], 1 / 2),
-        # A quarter is this rank's, and it relays another quarter.
-        (["--ranks", "4", "--machines", "2", "--link", "1000GB/s"], 1 / 2),
-        (["--ranks", "4"], 3 / 4),
-    ],
-)
-def test_gpus_lend_what_their_ranks_hold_or_relay(ask, ranks, part):
-    told = ["--upload-speed", "1GB/s", *ranks]
-    alone, reached = (ask(*told, *link)[0] for link in ([], ["--gpu-link", "1000GB/s"]))
-    without, lent = (found["lanes"]["upload"] for found in (alone, reached))
-    assert without["bytes"] == lent["bytes"] > 0
-    spared = without["busy_seconds"] - lent["busy_seconds"]
-    assert spared == pytest.approx(part * without["bytes"] / 1e9, rel=0.1)
-    assert reached["percent_of_bound"] <= 100
-
-
-@pytest.mark.parametrize(
     ("options", "says"),
     [
         (["--ranks", "0"], "'0' is not a positive whole number"),
         (["--ranks", "2", "--machines", "2"], "needs the speed of their network: --link"),
         (["--ranks", "3", "--machines", "2", "--link", "1GB/s"], "cannot be on --machines 2"),
         (["--ranks", "2", "--link", "1GB/s"], "--link is of several machines"),
-        (["--gpu-link", "1GB/s"], "--gpu-link is of several ranks of a machine"),
-        (
-            ["--ranks", "2", "--machines", "2", "--link", "1GB/s", "--gpu-link", "1GB/s"],
-            "--gpu-link is of several ranks of a machine",
-        ),
         (["--ranks", "2", "--rank-gathers", "int8"], "--rank-gathers is of several machines"),
         (["--ranks", "2", "--rank-sums", "machines"], "--rank-sums is of several machines"),
         (["--ranks", "257"], "ranks on one machine can be 1 to 256, and not 257"),
@@ -266,7 +242,6 @@ def test_chunks_are_shared_out_on_paper_as_in_a_run(folder, ranks, dtype):
     def sizes(trace):
         names = [f"{where}{what}_bytes" for where in ("", "remote_") for what in
                  ("param", "grad", "state")]  # fmt: skip
-        names.append("lent_param_bytes")
         return [[getattr(unit, name) for name in names] for unit in trace.units]
 
     def held(trace):

@@ -55,7 +55,6 @@ def test_what_ranks_cannot_train_together_is_named_by_all(
     ("what", "who", "words"),
     [
         ("infeasible", 1, "StrataError: infeasible: .*device|^infeasible: .*device"),
-        ("lending", 1, "STRATA_GPU_LENDING is 'often': it is one of faster, always, never"),
         ("folder", 0, "no room to meet"),
         ("files", 1, "memory|File too large|ulimit -f"),
         ("descriptors", 1, "ulimit -n|open files"),

@@ -59,7 +59,7 @@ _KINDS: tuple[tuple[Callable[[str], Any], str, tuple[str, ...]], ...] = (
     (parse_some, "SIZE", ("--ssd-endurance",)),
     (page_size, "SIZE", ("--page-size",)),
     (parse_speed, "SPEED", ("--upload-speed", "--download-speed", "--device-bandwidth")),
-    (parse_speed, "SPEED", ("--ssd-read-speed", "--ssd-write-speed", "--link", "--gpu-link")),
+    (parse_speed, "SPEED", ("--ssd-read-speed", "--ssd-write-speed", "--link")),
     (parse_count, "N", ("--update-speed", "--flops")),
     (parse_factor, "X", ("--tokens-scale", "--compute-speed")),
     (parse_device, "NAME", ("--device",)),
@@ -161,11 +161,6 @@ def add_machine(parser: Parser) -> None:
     add("--ranks", f"processes that train together ({DEFAULT})", default=1)
     add("--machines", f"that they are on, as many on each ({DEFAULT})", default=1)
     add("--link", "of a machine to the others, each way, such as 50GB/s")
-    add(
-        "--gpu-link",
-        "from a GPU of the machine to another, such as 300GB/s (default: pages of other ranks come "
-        "from host memory)",
-    )
     add(
         "--rank-gathers",
         f"what trains, to other machines: int8 is lossy ({DEFAULT})",
@@ -327,10 +322,6 @@ def _check_machines(options: argparse.Namespace) -> None:
             "--machines needs the speed of their network: --link, such as 50GB/s"
             if machines > 1
             else "--link is of several machines: say how many with --machines"
-        )
-    if options.gpu_link is not None and ranks == machines:
-        raise ValueError(
-            "--gpu-link is of several ranks of a machine: say how many there are with --ranks"
         )
     for option, usual in OF_SEVERAL_MACHINES.items():
         if machines == 1 and getattr(options, option) != usual:

@@ -94,7 +94,6 @@ def reply(
     told = [SPEED_OF[lane] for option, lane in SPEEDS.items() if getattr(options, option)]
     here = ranks_here(options)
     costs = costs_of_rank(costs, here, options.device, told)
-    costs = costs.replace(peer_bytes_s=options.gpu_link or 0.0)
     found = forecast(trace, costs, budgets, wishes, ranks * tokens)
     found = replace(found, changes=changes, ranks=ranks)
     if options.machines > 1:

@@ -3,7 +3,6 @@ model. For `strata plan` and `strata estimate` with --ranks.
 
     budgets = share_of({"device": ..., "host": ..., "ssd": ...}, ranks)
     costs = costs_of_rank(machine.costs, ranks, "host", given=[])
-    costs = costs.replace(peer_bytes_s=300e9)          # where GPUs of the machine reach each other
     trace = shared_among(trace, ranks, machines)       # for the rank that holds most
 
 Every rank has a device of its own. Host memory, SSD and the processors are the machine's, and each
@@ -63,7 +62,7 @@ def shared_among(trace: Trace, ranks: int, machines: int = 1) -> Trace:
 
     def lacking(rank: int) -> list[dict[str, int]]:
         return [
-            unit.lacks(train[rank], rest[rank % here], ranks, here)
+            unit.lacks(train[rank], rest[rank % here])
             for unit, train, rest in zip(units, trained, frozen, strict=True)
         ]
 
@@ -109,9 +108,8 @@ class _Unit:
         trained = max(least, min(round(unit.chunks * trains / rests), unit.chunks - 1))
         return _Unit(unit, trained, unit.chunks - trained)
 
-    def lacks(self, trained: int, frozen: int, ranks: int, here: int) -> dict[str, int]:
-        """What a rank has not that holds so many of its chunks, by what TracedUnit calls it, where
-        so many of all ranks are on its machine."""
+    def lacks(self, trained: int, frozen: int) -> dict[str, int]:
+        """What a rank has not that holds so many of its chunks, by what TracedUnit calls it."""
         unit, rests = self.whole, _rests(self.whole)
         trains = min(trained_bytes(unit), rests)
 
@@ -125,15 +123,11 @@ class _Unit:
             part = size * trains // max(1, rests)
             return of_trained(part) + of_frozen(size - part)
 
-        # Other ranks of the machine hold some of what trains, and relay to this one, of what other
-        # machines hold, all but one part in `here`. Devices show no codes.
-        lent = of_trained(trains) * (here - 1) * ranks // ((ranks - 1) * here)
         return {
             "remote_elements": of_both(unit.elements),
             "remote_param_bytes": of_both(rests),
             "remote_grad_bytes": of_trained(unit.grad_bytes),
             "remote_state_bytes": of_trained(unit.state_bytes),
-            "lent_param_bytes": 0 if unit.code_bytes else lent + of_frozen(rests - trains),
         }
 
 

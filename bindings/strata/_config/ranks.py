@@ -54,8 +54,6 @@ PATIENCE_MAX_S = 86_400.0
 # At least, with a rank of another machine that says nothing: all others end within 10 s of its end.
 PATIENCE_S = 8.0
 RANK_GRADIENTS = ("mean", "sum")
-# Whether pages of other ranks come from their GPUs: where that is faster than from host memory.
-GPU_LENDING = ("faster", "always", "never")
 LOST = re.compile(r"gloo|Connection (closed|reset)|Broken pipe")  # what torch says then
 AHEAD = ", before all ranks had come to train"
 ENDED_S = 1.0  # a connection is lost ahead of the process that had it
@@ -92,7 +90,6 @@ class Ranks:
             "sums": gradients == "sum",
             "coded_gathers": gathers == "int8",
             "machine_sums": sums == "machines",
-            "device_lending": gpu_lending(),
         }
 
     @property
@@ -138,14 +135,6 @@ class Ranks:
         """The folder is not needed any more."""
         if _here(self.rank, self.count, self.machines)[0] == self.rank:
             shutil.rmtree(self.folder, ignore_errors=True)
-
-
-def gpu_lending() -> str:
-    """As STRATA_GPU_LENDING has it. Raises ValueError for what it cannot be."""
-    asked = os.environ.get("STRATA_GPU_LENDING", GPU_LENDING[0])
-    if asked not in GPU_LENDING:
-        raise ValueError(f"STRATA_GPU_LENDING is {asked!r}: it is one of {', '.join(GPU_LENDING)}")
-    return asked
 
 
 @contextlib.contextmanager

@@ -174,7 +174,7 @@ def _paragraphs(report: Report) -> Iterator[str]:
         moved = report.link_bytes.get(name)
         each = report.link_bytes_per_step.get(name, (moved or 0) / max(1, report.steps))
         links.append([name, format_size(moved) if moved is not None else "", format_size(each)])
-    below = (wear_line(report), machines_line(report), gpus_line(report))
+    below = (wear_line(report), machines_line(report))
     yield "\n".join([table(links), *(line for line in below if line)])
     yield _waits(report)
     if report.lags:
@@ -239,13 +239,6 @@ def machines_line(report: Report) -> str:
         f"{line}, parameters as {report.rank_gathers} codes (rank_gathers): lossy, machines "
         "compute with values that differ by the rounding"
     )
-
-
-def gpus_line(report: Report) -> str:
-    """What came from GPUs of other ranks; empty: nothing."""
-    if not report.from_gpus_bytes:
-        return ""
-    return f"parameters from GPUs of other ranks: {format_size(report.from_gpus_bytes)}"
 
 
 def _waits(report: Report) -> str:

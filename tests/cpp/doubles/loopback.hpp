@@ -90,9 +90,6 @@ class Loopback final {
                        .memory = r == rank ? offers_[r].memory : memories.back().bytes(),
                        .claimed_bytes = offers_[r].claimed_bytes,
                        .ring = [bell = bells.back().get()] { bell->ring(); }});
-      if (offers_[r].device_file < 0) continue;
-      files.push_back(Descriptor::duplicate(offers_[r].device_file));
-      seats.back().device_file = files.back().get();
     }
     all_->arrive_and_wait();  // nobody closes what another has still to take
     return seats;
