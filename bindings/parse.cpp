@@ -132,11 +132,7 @@ Config parse_config(const py::dict& dict) {
     config.ranks_folder = field<std::string>(ranks, "folder");
     config.ranks_pids = field<std::vector<int>>(ranks, "pids");
     config.ranks_timeout_s = field<double>(ranks, "timeout_s");
-    config.machines = field<std::vector<std::string>>(ranks, "machines");
-    config.rank_patience_s = field<double>(ranks, "patience_s");
     config.sums_ranks = field<bool>(ranks, "sums");
-    config.coded_gathers = field<bool>(ranks, "coded_gathers");
-    config.machine_sums = field<bool>(ranks, "machine_sums");
   }
   if (dict.contains("device")) config.device = field<std::string>(dict, "device");
   return config;

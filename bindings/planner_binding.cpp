@@ -6,7 +6,6 @@
 
 #include "bindings/python.hpp"
 #include "bindings/schema.hpp"
-#include "engine/ranks/relays.hpp"
 #include "offload/planner/follow.hpp"
 #include "offload/planner/plan.hpp"
 #include "offload/planner/simulate.hpp"
@@ -317,9 +316,6 @@ void bind_planner(py::module_& module) {
       },
       py::arg("page_bytes"), py::arg("device_bytes"), py::arg("host_bytes"), py::arg("ssd_bytes"),
       py::arg("grads_rest") = true);
-  module.def(
-      "relay_bytes_max", [](std::uint64_t host_bytes) { return host_bytes / kRelayPart; },
-      py::arg("host_bytes"));
   module.def("check_trace", &check_trace, py::arg("trace"));
   py::class_<PaperPlan>(module, "PaperPlan")
       .def(py::init(&make_paper_plan), py::arg("trace"), py::arg("costs"), py::arg("budgets"),

@@ -5,7 +5,6 @@
 #include <utility>
 
 #include "engine/ranks/machine.hpp"
-#include "engine/ranks/machines.hpp"
 #include "offload/planner/staging.hpp"
 
 namespace strata {
@@ -43,11 +42,7 @@ std::unique_ptr<Workers> make_workers(Foundation& base, const WorkerPlacement& p
 
 std::unique_ptr<Meeting> meeting_of(const Config& config, SessionParts& parts) {
   if (parts.meeting || config.ranks == 1) return std::move(parts.meeting);
-  std::function<void()>& claimed = parts.claimed;
-  if (ranks_here(config).size() == config.ranks) {
-    return std::make_unique<Machine>(config, std::move(claimed));
-  }
-  return std::make_unique<Machines>(config, std::move(claimed), std::move(parts.wire));
+  return std::make_unique<Machine>(config, std::move(parts.claimed));
 }
 
 TierParts tier_parts(SessionParts& parts) {
@@ -104,7 +99,6 @@ Core::Core(const Config& config, SessionParts parts, Gate& gate, Doorbell& bell)
       resumption({base, between, prefetcher, swapping, gradients, visits, captures, rearranger,
                   snapshots}),
       turned_(std::move(parts.turned)) {
-  if (base.relay) prefetcher.connect(*base.remote);
   prefetcher.limit_frames(base.claims.device_frames);
   for (std::uint32_t u = 0; u < base.layout.units.size(); ++u) {
     if (!base.on_device(UnitId{u})) continue;

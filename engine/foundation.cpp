@@ -85,13 +85,11 @@ Foundation::Foundation(const Config& its_config, TierParts parts,
       scales(set_aside(tiers.host(), claims.scale_frames)),
       landing(set_aside(tiers.host(), claims.landing_frames)),
       outbox(set_aside(tiers.host(), claims.outbox_frames)),
-      relayed(set_aside(tiers.host(), claims.relay_frames)),
       gradient_frames(claims.buffer_frames == 0
                           ? std::nullopt
                           : std::optional<GradientFrames>(std::in_place, layout, tiers.host(),
                                                           claims.buffer_frames)),
-      cache(table, transfers, tiers.host(), tiers.device()),
-      page_ranks(owns.alone() ? PageRanks{} : strata::page_ranks(config, layout, owns)) {
+      cache(table, transfers, tiers.host(), tiers.device()) {
   connect_stores();
   meet_others();
   if (scales != nullptr) std::memset(scales, 0, claims.scale_frames * layout.page_bytes);
@@ -103,14 +101,12 @@ void Foundation::meet_others() {
   STRATA_ASSERT(meeting != nullptr);
   const Slab& slab = tiers.slab();
   const std::size_t agreement = Agreement::board_bytes(config.params.size());
-  const std::size_t relayed_bytes = claims.relay_frames * layout.page_bytes;
   std::vector<Seat> seats = meeting->meet({.memory = {slab.bytes().data(), slab.bytes_max()},
                                            .claimed_bytes = slab.bytes().size(),
                                            .memory_file = slab.descriptor(),
                                            .bell = &bell,
                                            .board_bytes = agreement + Whereabouts::kBytes,
-                                           .page_bytes = layout.page_bytes,
-                                           .relayed = {relayed, relayed_bytes}});
+                                           .page_bytes = layout.page_bytes});
   STRATA_ASSERT(seats.size() == config.ranks);
   peers = std::make_unique<Peers>(owns.rank, std::move(seats));
   for (std::uint32_t rank = 0; rank < peers->count(); ++rank) {
@@ -120,22 +116,10 @@ void Foundation::meet_others() {
     }
   }
   whereabouts.emplace(*peers, agreement);
-  open_relay();
-  remote.emplace(table, *peers, page_ranks, relay ? &*relay : nullptr);
+  std::vector<std::uint32_t> holders;
+  for (const std::uint32_t chunk : layout.chunk_of) holders.push_back(owns.owner(chunk));
+  remote.emplace(table, *peers, std::move(holders));
   cache.connect(*remote);
-}
-
-// Where it has no frames it sends all on.
-void Foundation::open_relay() {
-  if (page_ranks.here.size() == config.ranks) return;
-  const RelayRoom room{.at = relayed == nullptr ? 0 : peers->place(relayed),
-                       .page_bytes = layout.page_bytes,
-                       .frames = claims.relay_frames};
-  relay.emplace(room, page_ranks, [this](std::uint32_t to, const PeerMessage& message) {
-    if (to != owns.rank) return peers->send(to, message);
-    const bool heard = remote->answered(to, message, layout.page_bytes);
-    STRATA_ASSERT(heard);
-  });
 }
 
 void Foundation::connect_stores() {
@@ -176,8 +160,6 @@ Pin Foundation::open(Lock& lock, PageId page, Intent intent) {
   Pin pin;
   bool unwritten = false;
   gate.wait(lock, [&] {
-    std::optional<RemotePages::AtHolders> at_holders;
-    if (remote) at_holders.emplace(*remote);
     unwritten = intent == Intent::modify && table.newest(page) == 0;
     return static_cast<bool>(pin = cache.open(page, unwritten ? Intent::overwrite : intent));
   });

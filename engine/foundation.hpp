@@ -23,7 +23,6 @@
 #include "engine/ranks/agreement.hpp"
 #include "engine/ranks/meeting.hpp"
 #include "engine/ranks/ownership.hpp"
-#include "engine/ranks/relays.hpp"
 #include "engine/ranks/whereabouts.hpp"
 #include "engine/residence.hpp"
 #include "engine/tiers.hpp"
@@ -31,7 +30,6 @@
 #include "memory/peers.hpp"
 #include "memory/timeline.hpp"
 #include "offload/residency/page_cache.hpp"
-#include "offload/residency/relay.hpp"
 #include "offload/residency/remote_pages.hpp"
 #include "offload/residency/transfers.hpp"
 #include "optimizers/cpu/kernel.hpp"
@@ -42,9 +40,6 @@ struct Foundation final {
   // `meeting`: null for a rank that is alone.
   Foundation(const Config& config, TierParts parts, std::unique_ptr<Meeting> meeting, Gate& gate,
              Doorbell& bell);
-  ~Foundation() {
-    if (meeting) meeting->part();  // its couriers read host memory
-  }
   Foundation(const Foundation&) = delete;
   Foundation& operator=(const Foundation&) = delete;
 
@@ -67,13 +62,10 @@ struct Foundation final {
   std::byte* scales = nullptr;   // the area that Ownership::scale_offset() tells of; null: none
   std::byte* landing = nullptr;  // kLandingFrames bounce buffers; null where none are needed
   std::byte* outbox = nullptr;   // Claims::outbox_frames; null: this rank is alone
-  std::byte* relayed = nullptr;  // pages of other machines; null: this rank relays none
   std::optional<GradientFrames> gradient_frames;  // none: gradients have pages
   PageCache cache;
   // The other ranks, and what they hold. None: this one is alone.
   std::unique_ptr<Peers> peers;
-  const PageRanks page_ranks;
-  std::optional<Relay> relay;  // none: all ranks are of this machine
   std::optional<RemotePages> remote;
   std::optional<Whereabouts> whereabouts;
 
@@ -130,7 +122,6 @@ struct Foundation final {
   Foundation(const Config& config, TierParts parts, std::unique_ptr<Meeting> meeting, Gate& gate,
              Doorbell& bell, const Residence& home);
   void meet_others();
-  void open_relay();
 
   std::vector<CopyTicket> awaited_;  // by wait_for(), and not seen done
 };

@@ -1,6 +1,6 @@
 // Port: the memory of a device. Its pages (frames), and addresses over them (views).
 //
-// Threads: claim(), reserve(), share() and see() at start; everything else under the core's lock,
+// Threads: claim() and reserve() at start; everything else under the core's lock,
 // but claim_memory() and give_back_memory(): see there.
 //
 //   memory.claim(frame_count, page_bytes);

@@ -86,9 +86,6 @@ class Budgets(_Struct):
     staging_bytes: int
     grads_rest: bool = ...  # in pages; False: in buffers that host_bytes does not count
 
-def relay_bytes_max(host_bytes: int) -> int:
-    """Of a rank's host budget: what pages of other machines may have."""
-
 class Wishes(_Struct):
     activation: ActivationName | None = ...  # None: chosen
     slices: int = ...  # 0: chosen

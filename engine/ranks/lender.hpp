@@ -1,4 +1,4 @@
-// Lender: gives pages that this rank holds, or relays, to ranks that ask for them, whatever its own
+// Lender: gives pages that this rank holds to ranks that ask for them, whatever its own
 // Python is doing: the pump serves them. A page is lent when the updates are published that the
 // asker needs, and what the user wrote is there, and stays where it is until it is given back.
 //
@@ -11,8 +11,7 @@
 // Note [Lending cannot deadlock]
 // A page that is lent holds a frame of the staging area, like any page that is on its way to the
 // device (page_cache.hpp, Note [Staging cannot deadlock]): who borrows it has its frame of the
-// device already, copies it, and gives it back without needing anything else. Who relays it has a
-// frame for it, and gives it back as soon as it has come.
+// device already, copies it, and gives it back without needing anything else.
 #pragma once
 
 #include <cstdint>
@@ -45,9 +44,6 @@ class Lender final {
     PageId page = kNoPage;
     std::int64_t step = 0;
     std::uint32_t writes = 0;
-    std::uint32_t reader = 0;  // whose need it is, where `rank` relays it
-    std::uint32_t frame = 0;   // of `rank`, to which it goes, counted from 1; 0: none
-    bool codes = false;        // of its values will do
     bool granted = false;
     Pin pin = {};
     bool coming = false;  // the cache was asked for it: whoever asks comes back
@@ -56,8 +52,6 @@ class Lender final {
 
   std::int64_t version_of(PageId page) const;
   bool may_lend(const Loan& loan) const;
-  std::uint32_t form_of(const Loan& loan) const;
-  void send_scales(const Loan& loan);
   bool lend(Loan& loan) STRATA_REQUIRES(core_lock);
 
   Foundation& base_;

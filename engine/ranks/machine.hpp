@@ -1,6 +1,5 @@
 // Machine: ranks that are processes of one machine and one user. They meet in a folder, prove who
-// they are, and map each other's memory (memory/rendezvous.hpp). Ranks of other machines have no
-// seats here: see machines.hpp.
+// they are, and map each other's memory (memory/rendezvous.hpp).
 //
 // Threads: one caller at a time.
 //
@@ -22,10 +21,6 @@
 
 namespace strata {
 
-// Those of a rank's machine, in their order, that one among them; and of this rank's.
-std::vector<std::uint32_t> ranks_with(const Config& config, std::uint32_t rank);
-std::vector<std::uint32_t> ranks_here(const Config& config);
-
 class Machine final : public Meeting {
  public:
   // `claimed`, if any, is called once when this rank has all that it shows, before it waits for the
@@ -34,7 +29,7 @@ class Machine final : public Meeting {
       : config_(config), claimed_(std::move(claimed)) {}
 
   std::vector<Seat> meet(const SeatOffer& offer) override;
-  std::vector<LostRank> lost() override;
+  std::vector<std::uint32_t> lost() override { return watch_.died(); }
 
  private:
   const Config& config_;

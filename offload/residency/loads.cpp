@@ -33,13 +33,6 @@ PageId Loads::opened_by(const Load& load) const {
   return computed_.parts(load.page)[load.part].source;
 }
 
-std::vector<PageId> Loads::sources(PageId page) const {
-  if (!computed_.contains(page)) return {page};
-  std::vector<PageId> pages;
-  for (const ComputedPart& part : computed_.parts(page)) pages.push_back(part.source);
-  return pages;
-}
-
 FrameId Loads::frame(PageId page) const {
   const Load* load = find(page);
   return load == nullptr ? kNoFrame : load->frame;

@@ -50,8 +50,6 @@ class Loads final {
   PageId source(PageId page) const {
     return computed_.contains(page) ? computed_.parts(page).front().source : page;
   }
-  // All that a load of it opens, in their order.
-  std::vector<PageId> sources(PageId page) const;
   // What the page needs next. REQUIRES: loading(page).
   Cause missing(PageId page) const;
   // The last copy of a page of the unit: who computes with its pages waits for it.

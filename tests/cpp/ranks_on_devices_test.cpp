@@ -30,8 +30,7 @@ class RanksOnDevices : public OverDevices {
     const std::vector<float> expected = trained(1, 3, plain, options, {}, batches)[0];
     for (const std::uint32_t ranks : counts) {
       SCOPED_TRACE(ranks);
-      const auto found =
-          trained(ranks, 3, config, options, {}, batches, Hosts::one, ranks_on(device()));
+      const auto found = trained(ranks, 3, config, options, {}, batches, ranks_on(device()));
       expect_bits(expected, found);
     }
   }
@@ -57,7 +56,7 @@ TEST_P(RanksOnDevices, SoWhereUpdatesBeginInTheBackward) {
     Config config = model(), plain = config;
     const std::vector<float> expected = trained(1, 3, plain, {}, {}, ranks)[0];
     config.update = UpdateMode::in_backward;
-    expect_bits(expected, trained(ranks, 3, config, {}, {}, ranks, Hosts::one, ranks_on(device())));
+    expect_bits(expected, trained(ranks, 3, config, {}, {}, ranks, ranks_on(device())));
   }
 }
 
@@ -84,10 +83,10 @@ TEST(RanksOnGpus, ASecondGradientOfABackwardWaitsOutside) {
     return again;
   };
   Config config = roomy();
-  const std::vector<float> expected = trained(1, 2, config, {}, {}, 4, Hosts::one, twice({}))[0];
+  const std::vector<float> expected = trained(1, 2, config, {}, {}, 4, twice({}))[0];
   for (std::uint64_t seed = 1; seed <= 8; ++seed) {
     TestDevice gpu(TestedOn::gpu_double, {.late = true, .seed = seed});
-    expect_bits(expected, trained(2, 2, config, {}, {}, 4, Hosts::one, twice(ranks_on(gpu))));
+    expect_bits(expected, trained(2, 2, config, {}, {}, 4, twice(ranks_on(gpu))));
     EXPECT_EQ(gpu.close(), "");
   }
 }

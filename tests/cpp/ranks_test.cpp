@@ -23,6 +23,23 @@ TEST(Ranks, NorWhereStateRestsOnTheSsd) {
 }
 
 // Pages of one rank come to rest elsewhere while others compute with them, or wait for their own.
+// The second unit is frozen, and a part of the third.
+TEST(Ranks, NorWhereSomeIsFrozen) {
+  Config config = roomy();
+  for (const std::size_t param : {1U, 2U, 3U}) config.params[param].trainable = false;
+  const auto found = [&](std::uint32_t ranks) {
+    std::barrier all(static_cast<std::ptrdiff_t>(ranks));
+    const Between writes = [&all](Session& session, int step) {
+      all.arrive_and_wait();  // nobody computes with it any more
+      std::vector<float> values(1'000, static_cast<float>(step));
+      session.write(1, Kind::master, 30'000, values.data(), values.size());
+    };
+    return trained(ranks, 3, config, {.max_norm = 0.5, .grad_divisor = 12.0}, writes);
+  };
+  const std::vector<float> expected = found(1)[0];
+  for (const std::uint32_t ranks : {3U, 4U}) expect_bits(expected, found(ranks));
+}
+
 TEST(Ranks, NorWhereEachRankTakesOverPlansOfItsOwn) {
   const TempFolder folder;
   expect_the_same_for_all(tight(folder), {.grad_divisor = 12.0}, [](Session& session, int step) {
@@ -256,11 +273,11 @@ TEST(Ranks, GradientsOfAParameterInAPassAreNotCounted) {
     }
   }};
   const StepOptions options{.grad_divisor = 1'000.0};
-  const auto train = [&](std::uint32_t count, std::uint32_t batches, Hosts hosts) {
-    return trained(count, 1, roomy(), options, {}, batches, hosts, device);
+  const auto train = [&](std::uint32_t count, std::uint32_t batches) {
+    return trained(count, 1, roomy(), options, {}, batches, device);
   };
-  expect_bits(train(1, 2, Hosts::one)[0], train(2, 2, Hosts::one));
-  expect_bits(train(1, 4, Hosts::one)[0], train(4, 4, Hosts::pairs));
+  expect_bits(train(1, 2)[0], train(2, 2));
+  expect_bits(train(1, 4)[0], train(4, 4));
 }
 
 // Also where it lives on, as one does whose model was collected.

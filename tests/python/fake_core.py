@@ -78,7 +78,7 @@ class Session(Saves, Alone):
 
     def enter(
         self, unit: int, backward: bool, recorded: bool = True, *,
-        stream: int, visit: int, exact: bool,
+        stream: int, visit: int,
     ) -> None:  # fmt: skip
         self._open()
         self._note_stream(stream)

@@ -64,10 +64,6 @@ def is_refused(run: Rank, what: str) -> list[str]:
         strata._core.__version__ = "0.0.0"
     if what == "sums" and odd:
         options["rank_gradients"] = "sum"
-    if what == "gathers" and odd:
-        options["rank_gathers"] = "int8"
-    if what == "machine sums" and odd:
-        options["rank_sums"] = "machines"
     if what == "workers" and odd:
         options["workers"] = -1
     if what in ("weights", "missing", "values of a file"):

@@ -37,7 +37,7 @@ DIGITS = 16  # of a digest that people see
 SHARED_TIERS = ("host", "ssd")  # whose budgets are the machine's, and not each rank's
 SAME_OPTIONS = (
     *("dtype", "update", "state_dtype", "max_grad_norm", "max_unit_norm", "skip_nonfinite"),
-    *("snapshots", "rank_gradients", "rank_gathers", "rank_sums"),
+    *("snapshots", "rank_gradients"),
 )
 
 
