@@ -4,7 +4,6 @@ import argparse
 import contextlib
 import difflib
 import importlib
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -45,7 +44,6 @@ BENCHES = {
     "ranks": "two ranks of this machine over one process, and over FSDP2: steps and memory",
     "ranks-equal": "the same bits of one to four ranks: transports, budgets, page sizes, modes",
     "rank-loss": "ranks killed and stopped at random moments: who says what, when; what is lost",
-    "wire": "two ranks with a network of a set rate between them: bytes sent, and steps",
     "soak": "a run with a snapshot behind every 20th step, for --minutes: memory, slots",
     "fuzz": "damaged files, as strangers may have left them: what is handled wrongly",
     "crash": "runs killed by SIGKILL at random moments: what of their snapshots is lost",
@@ -58,7 +56,6 @@ BENCHES = {
     "tiled": "head and loss of a 32,000-word vocabulary: all logits at once, in chunks, in tiles",
     "planner-vs-optimal": "plans against the best of all plans, on small random steps",
     "replay": "steps of 7 B to 70 B models on paper machines: time, and percentage of the bound",
-    "scale": "64 ranks on 8 machines train a 70 B Llama, on paper: what binds",
     "paper-8b": "65,536 tokens of an 8 B Llama in 24 GB of an H200, on paper",
     "hide": "what updates add to a step of 2,048 tokens, in each mode, state on the SSD",
     "ssd-bound": "steps of 128 tokens under LockFree, state on the SSD, against none on it",
@@ -74,7 +71,6 @@ BENCHES = {
 OF_DEVICE = ("copy", "map", "update-gpu", "step-gpu", "capacity-gpu", "vs-torch")
 NEEDS_GPU = ("step-gpu", "capacity-gpu", "vs-torch")  # but for --quick
 CAMPAIGNS = ("crash", "fuzz", "rank-loss", "soak")  # long: not among "all", but for --quick
-NEEDS_ROOT = ("wire",)  # it makes network namespaces
 ROUNDS = 5
 ROUNDS_OF = {"quality": 3, "qlora-quality": 3, "rank-loss": 200}
 
@@ -133,8 +129,6 @@ def chosen(options: argparse.Namespace) -> Sequence[str]:
     if options.device != HOST:
         return OF_DEVICE
     left_out: tuple[str, ...] = () if options.quick else (*NEEDS_GPU, *CAMPAIGNS)
-    if os.geteuid() != 0:
-        left_out = (*left_out, *NEEDS_ROOT)
     return [name for name in BENCHES if name not in left_out]
 
 

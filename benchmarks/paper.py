@@ -306,7 +306,6 @@ class PaperMachine:
     ssd_bytes: int = 4 * 10**12
     device_share: float = 0.92  # of the device that is left beside the driver's and kernels' own
     peak_flops_s: float = 0.0  # as printed; 0: of no interest
-    peer_bytes_s: float = 0.0  # from another device of the machine; 0: none reaches another
 
     def costs(self) -> Costs:
         """Computation as in traces made with this machine's flops_s. What moves through host memory
@@ -328,7 +327,6 @@ class PaperMachine:
         return _core.Costs(
             compute_scale=1.0,
             upload_bytes_s=speeds["upload"],
-            peer_bytes_s=self.peer_bytes_s,
             download_bytes_s=speeds["download"],
             read_bytes_s=speeds["read"],
             write_bytes_s=speeds["write"],
@@ -370,5 +368,4 @@ H100_OF_8 = PaperMachine(
     host_memory_bytes_s=700e9,
     ssds=0,
     peak_flops_s=989e12,
-    peer_bytes_s=360e9,  # of the 450 GB/s of NVLink each way
 )

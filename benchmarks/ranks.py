@@ -10,7 +10,6 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 
 from .common import Context, Figure, median_ratio, take_turns
-from .network import Network
 from .peers import environment
 from .rank_group import Group
 
@@ -31,11 +30,10 @@ def training_group(
     tokens: int,
     ranks: int,
     threads: int,
-    network: Network | None = None,
     ssd: Path | None = None,
 ) -> Group:
-    """Ranks that train a Llama by strata or a peer; each on its host of a network, if any. `ssd`: a
-    folder where the state rests, in place of host memory."""
+    """Ranks that train a Llama by strata or a peer. `ssd`: a folder
+    where the state rests, in place of host memory."""
     arguments = [
         *(side, f"--tokens={tokens}", f"--seed={context.seed}", f"--sequences={SEQUENCES}"),
         *(f"--threads={threads}", *(["--quick"] if context.quick else [])),
@@ -49,9 +47,7 @@ def training_group(
         return Group(
             "benchmarks.ranks_child", arguments, ranks, threads, lambda rank: env, python=python
         )
-    if network is None:
-        return Group("benchmarks.ranks_child", arguments, ranks, threads)
-    return Group("benchmarks.ranks_child", arguments, ranks, threads, network.env, network.inside)
+    return Group("benchmarks.ranks_child", arguments, ranks, threads)
 
 
 def run(context: Context) -> Iterator[Figure]:

@@ -1,4 +1,4 @@
-"""A child of the benches ranks and wire: one rank, or one process that is alone, trains a Llama by
+"""A child of the bench ranks: one rank, or one process that is alone, trains a Llama by
 strata or by a peer, a step at a time. Its memory is that which an idle process has not, less what
 it used of the device, which each rank has of its own."""
 
@@ -67,36 +67,6 @@ def open_peer(side: str, model: Any, batch: torch.Tensor) -> Callable[[], object
     return lambda: train_step(model, optimizer, batch)
 
 
-def wire_bytes(model: torch.nn.Module) -> Answer:
-    """Sent to other machines so far, by strata and by the interface; and what a step has to send:
-    bytes of the parameters that this rank owns, to each other machine once, for they change between
-    two steps; and of gradients that those machines own."""
-    from strata._runtime.wrapped import wrapped
-
-    state = wrapped(model)
-    if state.ranks is None or state.wire is None:
-        return {"sent": 0, "interface": 0, "lends": 0, "gradients": 0}
-    rank, machines = state.ranks.rank, state.ranks.machines
-    others = len(set(machines)) - 1
-    lends, gradients = 0, 0
-    for param, parameter in enumerate(state.params):
-        if param in state.frozen:
-            continue
-        size = parameter.element_size()
-        owners = state.session.owners(param, rank)
-        own = sum(count for of, _, count in owners if of == rank)
-        lends += own * size * others
-        gradients += sum(n for of, _, n in owners if machines[of] != machines[rank]) * size
-    name = os.environ["GLOO_SOCKET_IFNAME"]
-    counted = Path(f"/sys/class/net/{name}/statistics/tx_bytes").read_text()
-    return {
-        "sent": sum(state.wire.sent.values()),
-        "interface": int(counted),
-        "lends": lends,
-        "gradients": gradients,
-    }
-
-
 def proportional_bytes() -> int:
     """This process's memory, what it shares with others divided among them."""
     rollup = Path("/proc/self/smaps_rollup").read_text()
@@ -106,8 +76,7 @@ def proportional_bytes() -> int:
 
 
 def main() -> None:
-    """Answers "step" with seconds, "memory" with bytes, and "wire" and "ssd" with bytes sent so
-    far."""
+    """Answers "step" with seconds, "memory" with bytes, and "ssd" with bytes moved so far."""
     parser = argparse.ArgumentParser()
     parser.add_argument("side", choices=["strata", "fsdp2", "deepspeed"])
     for name in ("tokens", "seed", "threads", "sequences"):
@@ -140,9 +109,6 @@ def main() -> None:
         def step() -> Answer:
             return {"seconds": steady_step(side)}
 
-        def wire() -> Answer:
-            return wire_bytes(side.model)
-
         def ssd() -> Answer:
             stats = side.session.stats()
             return {"moved": stats["ssd to host bytes"] + stats["host to ssd bytes"]}
@@ -153,16 +119,13 @@ def main() -> None:
         def memory() -> Answer:
             return {"host": 0, "process": proportional_bytes() - idle}
 
-        def wire() -> Answer:
-            return {}
-
         def ssd() -> Answer:
             return {"moved": 0}
 
         def step() -> Answer:
             return {"seconds": seconds_of(train)}
 
-    serve(answers, {"step": step, "memory": memory, "wire": wire, "ssd": ssd})
+    serve(answers, {"step": step, "memory": memory, "ssd": ssd})
     os._exit(0)
 
 

@@ -1,6 +1,5 @@
-"""The same training by one to four ranks, over shared memory and over Gloo, under every combination
-of budgets, page size and update mode: bitwise equal weights and moments, and in float32 the
-parameters of DistributedDataParallel.
+"""The same training by one to four ranks under every combination of budgets, page size and update
+mode: bitwise equal weights and moments, and in float32 the parameters of DistributedDataParallel.
 
 On the step, a step has twelve micro-batches whatever the number of ranks is. In the other modes
 each rank has one, and a process that is alone takes as many. (The suite `simulator` compares
@@ -9,7 +8,7 @@ sessions that the `loopback` transport joins.)
 
 import itertools
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from functools import cache
 from pathlib import Path
@@ -29,46 +28,35 @@ def combinations(context: Context) -> list[Combination]:
     return list(itertools.product(PLACES, PAGES, MODES))
 
 
-def sides(context: Context) -> list[tuple[int, bool]]:
-    """How many ranks, and whether each counts as a machine of its own."""
-    several = (2,) if context.quick else RANKS[1:]
-    return [(1, False), *itertools.product(several, (False, True))]
-
-
 def run(context: Context) -> Iterator[Figure]:
     """Yields how many runs differ from one process, and the distance from DDP."""
     count = different = 0
     distance = 0.0
     with context.scratch() as folder, ExitStack() as stack:
-        alone = stack.enter_context(closing(group(context, folder, 1, False)))
+        alone = stack.enter_context(closing(group(context, folder, 1)))
 
         @cache
         def expected(mode: str, ranks: int) -> object:
             """Of one process, which adds up the micro-batches of all ranks."""
             return alone.ask(json.dumps(["resident", PAGES[0], mode, ranks]))[0]["digest"]
 
-        for ranks, apart in sides(context):
-            transport = "gloo" if apart else "shared memory"
-            context.say(f"{ranks} rank(s), {transport}")
-            with closing(group(context, folder, ranks, apart)) as side:
+        for ranks in RANKS[:2] if context.quick else RANKS:
+            context.say(f"{ranks} rank(s)")
+            with closing(group(context, folder, ranks)) as side:
                 for each in combinations(context):
                     found = {a["digest"] for a in side.ask(json.dumps([*each, ranks]))}
                     count += 1
                     if found != {expected(each[2], ranks)}:
                         different += 1
-                        context.say(f"{ranks} ranks over {transport}, {each}: differs")
-                if ranks == 2 and not apart:
+                        context.say(f"{ranks} ranks, {each}: differs")
+                if ranks == 2:
                     distance = max(float(a["distance"]) for a in side.ask("ddp"))
     yield Figure("ranks-equal", "runs", count, "runs")
     yield Figure("ranks-equal", "runs_that_differ", different, "runs", target=0)
     yield Figure("ranks-equal", "float32_distance_from_ddp", distance, "relative", DDP_TARGET)
 
 
-def group(context: Context, folder: Path, ranks: int, apart: bool) -> Group:
+def group(context: Context, folder: Path, ranks: int) -> Group:
     """Processes that train whatever they are asked to."""
-
-    def env(rank: int) -> Mapping[str, str]:
-        return {"STRATA_MACHINE": f"host-{rank}"} if apart else {}
-
     arguments = [str(folder), f"--seed={context.seed}"]
-    return Group("benchmarks.ranks_equal_child", arguments, ranks, env=env)
+    return Group("benchmarks.ranks_equal_child", arguments, ranks)

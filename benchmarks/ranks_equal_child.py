@@ -122,10 +122,7 @@ def main() -> None:
     rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     if ranks > 1:
         dist.init_process_group("gloo")
-    # Ranks of one machine share its disk.
-    folder = options.folder / os.environ.get("STRATA_MACHINE", "host")
-    folder.mkdir(exist_ok=True)
-    trainer = Trainer(rank, ranks, options.seed, folder)
+    trainer = Trainer(rank, ranks, options.seed, options.folder)
     orders: dict[str, Callable[[], Answer]] = {
         json.dumps([*each, of]): partial(trainer.train, each, of)
         for each in itertools.product(PLACES, PAGES, MODES)

@@ -1,13 +1,11 @@
 // Python that the core's own threads call. In the place of an update rule, a callable: what a
-// session calls for groups of rule "foreign". In the place of a wire to other machines, an object
-// with the methods send() and expect(). And what ranks agree upon before they meet. Arguments are
-// those that bindings/strata/_core.pyi names at Session.
+// session calls for groups of rule "foreign". And what ranks agree upon before they meet. Arguments
+// are those that bindings/strata/_core.pyi names at Session.
 //
-// Threads: called by workers, couriers and who makes the session; takes the GIL for the call.
+// Threads: called by workers and who makes the session; takes the GIL for the call.
 // Whoever closes the session must have released it, or waits for a thread that waits for the GIL.
 //
 //   parts.foreign = foreign_call(callable);     // REQUIRES: callable lives as long as the session
-//   parts.wire = foreign_wire(object);          // likewise
 //   parts.claimed = foreign_notice(callable);   // REQUIRES: until the session is made
 #pragma once
 
@@ -20,14 +18,12 @@
 
 #include "bindings/lent_memory.hpp"
 #include "bindings/python.hpp"
-#include "engine/ranks/wire.hpp"
 #include "optimizers/foreign.hpp"
 
 namespace strata {
 
 // All are empty for None. What the object raises comes out as std::runtime_error.
 Foreign foreign_call(py::handle callable);
-std::unique_ptr<Wire> foreign_wire(py::handle object);
 std::function<void()> foreign_notice(py::handle callable);
 
 // From the interpreter's exit on, calls fail. Call once, when the module is made.

@@ -104,16 +104,12 @@ py::dict step(Session& session, const py::list& groups, double max_norm, double 
   return out;
 }
 
-SessionHolder make_session(const py::dict& dict, const py::object& foreign, const py::object& wire,
+SessionHolder make_session(const py::dict& dict, const py::object& foreign,
                            const py::object& claimed) {
   const Config config = parse_config(dict);
   SessionParts parts;
   parts.foreign = foreign_call(foreign);
-  parts.wire = foreign_wire(wire);
   parts.claimed = foreign_notice(claimed);
-  if (!config.machines.empty() && !parts.wire) {
-    throw py::value_error("ranks of several machines need a wire between them");
-  }
   for (const Hyper& group : config.groups) {
     if (group.rule == Rule::foreign && !parts.foreign) {
       throw py::value_error("a group of rule foreign needs a callable that updates it");
@@ -264,10 +260,9 @@ void bind_visits(SessionClass& session) {
       .def(
           "enter",
           [](Session& s, UnitId unit, bool backward, bool recorded, std::uintptr_t stream,
-             Visit visit,
-             bool exact) { s.enter(unit, backward, recorded, stream_of(stream), visit, exact); },
+             Visit visit) { s.enter(unit, backward, recorded, stream_of(stream), visit); },
           py::arg("unit"), py::arg("backward"), py::arg("recorded") = true, py::arg("stream") = 0,
-          py::arg("visit") = 0, py::arg("exact") = false, WithoutGil())
+          py::arg("visit") = 0, WithoutGil())
       .def(
           "leave",
           [](Session& s, UnitId unit, std::uintptr_t stream, Visit visit) {
@@ -288,8 +283,7 @@ void bind_session(py::module_& module) {
   SessionClass session(module, "Session");
   session
       .def(py::init(&make_session), py::arg("config"), py::arg("foreign") = py::none(),
-           py::arg("wire") = py::none(), py::arg("claimed") = py::none(), py::keep_alive<1, 3>(),
-           py::keep_alive<1, 4>())
+           py::arg("claimed") = py::none(), py::keep_alive<1, 3>())
       .def_property_readonly("plan",
                              [](Session& s) {
                                return plan_dict(s.config(),

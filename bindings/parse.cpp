@@ -15,13 +15,6 @@ UpdateMode parse_update(const std::string& text) {
                                    {"lock_free", UpdateMode::lock_free}});
 }
 
-DeviceLending parse_lending(const std::string& text) {
-  return parse_one_of<DeviceLending>(text, "lending by devices",
-                                     {{"never", DeviceLending::never},
-                                      {"faster", DeviceLending::faster},
-                                      {"always", DeviceLending::always}});
-}
-
 }  // namespace
 
 Rule parse_rule(const std::string& text) {
@@ -139,12 +132,7 @@ Config parse_config(const py::dict& dict) {
     config.ranks_folder = field<std::string>(ranks, "folder");
     config.ranks_pids = field<std::vector<int>>(ranks, "pids");
     config.ranks_timeout_s = field<double>(ranks, "timeout_s");
-    config.machines = field<std::vector<std::string>>(ranks, "machines");
-    config.rank_patience_s = field<double>(ranks, "patience_s");
     config.sums_ranks = field<bool>(ranks, "sums");
-    config.coded_gathers = field<bool>(ranks, "coded_gathers");
-    config.machine_sums = field<bool>(ranks, "machine_sums");
-    config.device_lending = parse_lending(field<std::string>(ranks, "device_lending"));
   }
   if (dict.contains("device")) config.device = field<std::string>(dict, "device");
   return config;

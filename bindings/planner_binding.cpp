@@ -6,7 +6,6 @@
 
 #include "bindings/python.hpp"
 #include "bindings/schema.hpp"
-#include "engine/ranks/relays.hpp"
 #include "offload/planner/follow.hpp"
 #include "offload/planner/plan.hpp"
 #include "offload/planner/simulate.hpp"
@@ -22,7 +21,6 @@ void check_amount(double amount, const char* name) {
 void check(const Costs& costs) {
   check_amount(costs.compute_scale, "compute_scale");
   check_amount(costs.upload_bytes_s, "upload_bytes_s");
-  check_amount(costs.peer_bytes_s, "peer_bytes_s");
   check_amount(costs.download_bytes_s, "download_bytes_s");
   check_amount(costs.read_bytes_s, "read_bytes_s");
   check_amount(costs.write_bytes_s, "write_bytes_s");
@@ -97,8 +95,7 @@ void bind_trace(py::module_& module) {
       .optional("remote_elements", &TracedUnit::remote_elements)
       .optional("remote_param_bytes", &TracedUnit::remote_param_bytes)
       .optional("remote_grad_bytes", &TracedUnit::remote_grad_bytes)
-      .optional("remote_state_bytes", &TracedUnit::remote_state_bytes)
-      .optional("lent_param_bytes", &TracedUnit::lent_param_bytes);
+      .optional("remote_state_bytes", &TracedUnit::remote_state_bytes);
   bind_list<Use>(module, "Uses");
   bind_list<TracedUnit>(module, "TracedUnits");
   bind_list<SavedTensor>(module, "SavedTensors");
@@ -138,7 +135,6 @@ void bind_questions(py::module_& module) {
       .field("update_elements_s", &Costs::update_elements_s)
       .field("transfer_seconds", &Costs::transfer_seconds)
       .field("slice_seconds", &Costs::slice_seconds)
-      .optional("peer_bytes_s", &Costs::peer_bytes_s)
       .optional("decode_bytes_s", &Costs::decode_bytes_s)
       .optional("landing_waits", &Costs::landing_waits)
       .optional("updates_first", &Costs::updates_first)
@@ -320,9 +316,6 @@ void bind_planner(py::module_& module) {
       },
       py::arg("page_bytes"), py::arg("device_bytes"), py::arg("host_bytes"), py::arg("ssd_bytes"),
       py::arg("grads_rest") = true);
-  module.def(
-      "relay_bytes_max", [](std::uint64_t host_bytes) { return host_bytes / kRelayPart; },
-      py::arg("host_bytes"));
   module.def("check_trace", &check_trace, py::arg("trace"));
   py::class_<PaperPlan>(module, "PaperPlan")
       .def(py::init(&make_paper_plan), py::arg("trace"), py::arg("costs"), py::arg("budgets"),

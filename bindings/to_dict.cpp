@@ -3,7 +3,6 @@
 #include <algorithm>
 
 #include "engine/ranks/ownership.hpp"
-#include "engine/ranks/relays.hpp"
 
 namespace strata {
 namespace {
@@ -40,16 +39,8 @@ struct UnitPages {
   }
 };
 
-// Pages of the unit that devices of other ranks of the machine can show.
-std::size_t shown_elsewhere(const PageRanks& ranks, const Layout& layout, std::size_t u) {
-  const auto elsewhere = [&](PageId page) {
-    return ranks.is_shown(page) && ranks.sources[index(page)] != ranks.rank;
-  };
-  return static_cast<std::size_t>(std::ranges::count_if(layout.units[u].pages, elsewhere));
-}
-
 py::dict unit_dict(const Config& config, const Residence& home, const Ownership& owns,
-                   const PageRanks& ranks, std::size_t u) {
+                   std::size_t u) {
   const std::size_t page = home.layout.page_bytes;
   std::size_t elements = 0, remote_elements = 0;
   for (std::uint32_t param = 0; param < config.params.size(); ++param) {
@@ -82,7 +73,6 @@ py::dict unit_dict(const Config& config, const Residence& home, const Ownership&
   unit["remote_param_bytes"] = remote.params * page;
   unit["remote_landing_bytes"] = remote.grads * page;
   unit["remote_state_bytes"] = remote.states * page;
-  unit["lent_param_bytes"] = shown_elsewhere(ranks, home.layout, u) * page;
   unit["on_device"] = static_cast<bool>(home.on_device[u]);
   unit["chunks"] = home.layout.units[u].chunks.size();
   unit["param_tier"] = tier_text(home, u, [](Role role) { return role == Role::param; });
@@ -125,9 +115,8 @@ py::dict plan_dict(const Config& config, const Residence& home) {
   const std::size_t page = home.layout.page_bytes;
   py::list units;
   const Ownership owns = ownership_of(config, home.layout);
-  const PageRanks ranks = owns.alone() ? PageRanks{} : page_ranks(config, home.layout, owns);
   for (std::size_t u = 0; u < config.units.size(); ++u) {
-    units.append(unit_dict(config, home, owns, ranks, u));
+    units.append(unit_dict(config, home, owns, u));
   }
   py::dict plan;
   plan["page_bytes"] = page;
@@ -186,9 +175,6 @@ py::dict stats_dict(const SessionStats& stats) {
   out["activation_fetched_bytes"] = stats.activation_fetched_bytes;
   out["snapshot_bytes"] = stats.snapshot_bytes;
   out["gradients_kept_bytes"] = stats.gradients_kept_bytes;
-  out["from_devices_bytes"] = stats.from_devices_bytes;
-  out["from_devices_bytes_s"] = stats.from_devices_bytes_s;
-  out["why_not_from_devices"] = stats.why_not_from_devices;
   out["steps"] = stats.steps;
   out["steps_skipped"] = stats.steps_skipped;
   out["chunks_updated"] = stats.chunks_updated;

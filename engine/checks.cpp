@@ -105,9 +105,6 @@ void check_config(const Config& config) {
   }
   if (config.workers > kWorkersMax) refuse("more than " + std::to_string(kWorkersMax) + " workers");
   if (config.rank >= config.ranks) refuse("there is no such rank among so many");
-  if (!config.machines.empty() && config.machines.size() != config.ranks) {
-    refuse("each rank has a machine");
-  }
   if (config.compute_threads < 0) refuse("the number of compute threads is negative");
   if (config.max_staleness > kStalenessMax) {
     refuse("a staleness of " + std::to_string(config.max_staleness) + " steps: at most " +

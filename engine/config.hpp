@@ -35,10 +35,6 @@ struct ParamSpec {
 //                A backward may see newer parameters than its forward did; no page is ever torn
 enum class UpdateMode : std::uint8_t { on_step, in_backward, lock_free };
 
-// Whether a page comes from the device of the rank that owns it, where that is of the same machine:
-// where that is faster than from host memory, or whenever it can.
-enum class DeviceLending : std::uint8_t { never, faster, always };
-
 struct Config {
   std::vector<ParamSpec> params;
   std::vector<std::string> units;  // names, in order of first use
@@ -59,24 +55,16 @@ struct Config {
   std::uint32_t max_staleness = 0;  // lock_free: steps that a parameter may lag behind
   // Of the ranks that train together. Budgets of host memory and of the SSD are this rank's.
   std::uint32_t rank = 0, ranks = 1;
-  std::vector<std::string> machines;  // by rank: the name of its machine; empty: all on this one
-  std::string ranks_folder;           // where those of this machine meet: of this user alone
-  std::vector<int> ranks_pids;        // their processes, by rank; empty: not known
-  double ranks_timeout_s = 60.0;      // how long they wait there for each other
-  double rank_patience_s = 8.0;       // a rank of another machine that is silent for longer is lost
-  bool sums_ranks = false;            // gradients of ranks are summed, and not averaged
-  bool machine_sums = false;          // gradients are added up inside each machine first
-  bool coded_gathers = false;         // parameters go to other machines as int8 codes
-  DeviceLending device_lending = DeviceLending::never;
+  std::string ranks_folder;       // where they meet: of this user alone
+  std::vector<int> ranks_pids;    // their processes, by rank; empty: not known
+  double ranks_timeout_s = 60.0;  // how long they wait there for each other
+  bool sums_ranks = false;        // gradients of ranks are summed, and not averaged
   MomentDtype moment_dtype = MomentDtype::float32;
   // in_backward, by unit: its first and its last gradient may land far apart, and are needed
   // together. Empty: no unit's do, or each gradient may be used by itself.
   std::vector<bool> apart;
   // Units that a forward enters at one moment. Empty: never more than one.
   std::vector<EnteredTogether> together;
-
-  // The name of the machine of a rank; empty: there is one.
-  std::string machine(std::uint32_t of) const { return machines.empty() ? "" : machines[of]; }
 };
 
 // There may be gradients behind a step, which a snapshot then has: those that add up over several

@@ -5,7 +5,6 @@
 #include <utility>
 
 #include "engine/ranks/machine.hpp"
-#include "engine/ranks/machines.hpp"
 #include "offload/planner/staging.hpp"
 
 namespace strata {
@@ -43,11 +42,7 @@ std::unique_ptr<Workers> make_workers(Foundation& base, const WorkerPlacement& p
 
 std::unique_ptr<Meeting> meeting_of(const Config& config, SessionParts& parts) {
   if (parts.meeting || config.ranks == 1) return std::move(parts.meeting);
-  std::function<void()>& claimed = parts.claimed;
-  if (ranks_here(config).size() == config.ranks) {
-    return std::make_unique<Machine>(config, std::move(claimed));
-  }
-  return std::make_unique<Machines>(config, std::move(claimed), std::move(parts.wire));
+  return std::make_unique<Machine>(config, std::move(parts.claimed));
 }
 
 TierParts tier_parts(SessionParts& parts) {
@@ -93,7 +88,7 @@ Core::Core(const Config& config, SessionParts parts, Gate& gate, Doorbell& bell)
       gradients(base, between, updates, captures, parts.idle == nullptr),
       ranks(base.owns.alone() ? std::nullopt
                               : std::optional<OtherRanks>(
-                                    std::in_place, base, Lender(base, updates, prefetcher, loads),
+                                    std::in_place, base, Lender(base, updates),
                                     *gradients.exchange(), *gradients.sums(), gradients.early())),
       steps({base, between, prefetcher, planner, updates, writes, gradients, loads,
              ranks ? &*ranks : nullptr}),
@@ -104,7 +99,6 @@ Core::Core(const Config& config, SessionParts parts, Gate& gate, Doorbell& bell)
       resumption({base, between, prefetcher, swapping, gradients, visits, captures, rearranger,
                   snapshots}),
       turned_(std::move(parts.turned)) {
-  if (base.relay) prefetcher.connect(*base.remote);
   prefetcher.limit_frames(base.claims.device_frames);
   for (std::uint32_t u = 0; u < base.layout.units.size(); ++u) {
     if (!base.on_device(UnitId{u})) continue;
@@ -280,9 +274,6 @@ SessionStats Core::stats() const {
   if (const GradientExchange* exchange = gradients.exchange()) {
     stats.gradients_kept_bytes = exchange->kept_bytes();
   }
-  if (base.remote) stats.from_devices_bytes = base.remote->from_devices() * base.layout.page_bytes;
-  stats.from_devices_bytes_s = base.from_devices_bytes_s;
-  stats.why_not_from_devices = base.why_not_from_devices;
   stats.mappings = frames.mappings();
   if (const CountedDriver* driver = base.tiers.driver()) stats.driver = driver->counts();
   stats.plans = prefetcher.plans();

@@ -4,7 +4,6 @@
 #include <cstring>
 #include <utility>
 
-#include "engine/ranks/device_trial.hpp"
 #include "memory/check.hpp"
 
 namespace strata {
@@ -86,13 +85,11 @@ Foundation::Foundation(const Config& its_config, TierParts parts,
       scales(set_aside(tiers.host(), claims.scale_frames)),
       landing(set_aside(tiers.host(), claims.landing_frames)),
       outbox(set_aside(tiers.host(), claims.outbox_frames)),
-      relayed(set_aside(tiers.host(), claims.relay_frames)),
       gradient_frames(claims.buffer_frames == 0
                           ? std::nullopt
                           : std::optional<GradientFrames>(std::in_place, layout, tiers.host(),
                                                           claims.buffer_frames)),
-      cache(table, transfers, tiers.host(), tiers.device()),
-      page_ranks(owns.alone() ? PageRanks{} : strata::page_ranks(config, layout, owns)) {
+      cache(table, transfers, tiers.host(), tiers.device()) {
   connect_stores();
   meet_others();
   if (scales != nullptr) std::memset(scales, 0, claims.scale_frames * layout.page_bytes);
@@ -104,18 +101,13 @@ void Foundation::meet_others() {
   STRATA_ASSERT(meeting != nullptr);
   const Slab& slab = tiers.slab();
   const std::size_t agreement = Agreement::board_bytes(config.params.size());
-  const std::size_t relayed_bytes = claims.relay_frames * layout.page_bytes;
-  const int lent_file = lend_frames();
   std::vector<Seat> seats = meeting->meet({.memory = {slab.bytes().data(), slab.bytes_max()},
                                            .claimed_bytes = slab.bytes().size(),
                                            .memory_file = slab.descriptor(),
                                            .bell = &bell,
                                            .board_bytes = agreement + Whereabouts::kBytes,
-                                           .page_bytes = layout.page_bytes,
-                                           .relayed = {relayed, relayed_bytes},
-                                           .device_file = lent_file});
+                                           .page_bytes = layout.page_bytes});
   STRATA_ASSERT(seats.size() == config.ranks);
-  see_devices(seats);
   peers = std::make_unique<Peers>(owns.rank, std::move(seats));
   for (std::uint32_t rank = 0; rank < peers->count(); ++rank) {
     if (rank == owns.rank) continue;
@@ -124,56 +116,10 @@ void Foundation::meet_others() {
     }
   }
   whereabouts.emplace(*peers, agreement);
-  open_relay();
-  remote.emplace(table, *peers, page_ranks, relay ? &*relay : nullptr);
+  std::vector<std::uint32_t> holders;
+  for (const std::uint32_t chunk : layout.chunk_of) holders.push_back(owns.owner(chunk));
+  remote.emplace(table, *peers, std::move(holders));
   cache.connect(*remote);
-}
-
-// The file of what the device lends; -1: nothing.
-int Foundation::lend_frames() {
-  if (config.device_lending == DeviceLending::never || page_ranks.here.size() == 1) return -1;
-  const std::uint32_t count = lent_frames(layout.page_bytes);
-  const SharedMemory shared = tiers.device().share(count * layout.page_bytes);
-  if (shared.bytes.empty()) {
-    why_not_from_devices = tiers.device().why_not_shared();
-    return -1;
-  }
-  lent.emplace(shared.bytes.data(), count, layout.page_bytes);
-  leave_mark(tiers.copies(), *lent, owns.rank);
-  return shared.file;
-}
-
-// What this one's device cannot reach, or not faster, comes from host memory.
-void Foundation::see_devices(std::vector<Seat>& seats) {
-  const bool must_be_faster = config.device_lending == DeviceLending::faster;
-  for (std::uint32_t rank = 0; lent && rank < seats.size(); ++rank) {
-    Seat& seat = seats[rank];
-    if (rank == owns.rank || seat.device_file < 0) continue;
-    const auto frames = tiers.device().see(seat.device_file, lent->bytes());
-    const TriedDevice tried = frames.empty() ? TriedDevice{tiers.device().why_not_shared(), 0.0}
-                                             : try_device(tiers.copies(), *lent, {rank, frames},
-                                                          tiers.slab().bytes(), must_be_faster);
-    if (!tried.why_not.empty()) {
-      why_not_from_devices = tried.why_not;
-      continue;
-    }
-    seat.device_frames = frames;
-    const bool first = from_devices_bytes_s == 0.0;
-    from_devices_bytes_s = first ? tried.bytes_s : std::min(from_devices_bytes_s, tried.bytes_s);
-  }
-}
-
-// Where it has no frames it sends all on.
-void Foundation::open_relay() {
-  if (page_ranks.here.size() == config.ranks) return;
-  const RelayRoom room{.at = relayed == nullptr ? 0 : peers->place(relayed),
-                       .page_bytes = layout.page_bytes,
-                       .frames = claims.relay_frames};
-  relay.emplace(room, page_ranks, [this](std::uint32_t to, const PeerMessage& message) {
-    if (to != owns.rank) return peers->send(to, message);
-    const bool heard = remote->answered(to, message, layout.page_bytes);
-    STRATA_ASSERT(heard);
-  });
 }
 
 void Foundation::connect_stores() {
@@ -214,8 +160,6 @@ Pin Foundation::open(Lock& lock, PageId page, Intent intent) {
   Pin pin;
   bool unwritten = false;
   gate.wait(lock, [&] {
-    std::optional<RemotePages::AtHolders> at_holders;
-    if (remote) at_holders.emplace(*remote);
     unwritten = intent == Intent::modify && table.newest(page) == 0;
     return static_cast<bool>(pin = cache.open(page, unwritten ? Intent::overwrite : intent));
   });
@@ -261,8 +205,7 @@ void Foundation::wait_for(Lock& lock, CopyTicket ticket, UnitId unit) {
 }
 
 void Foundation::wait_until_idle(Lock& lock) {
-  gate.wait(lock, [this] { return transfers.idle() && (!lent || lent->idle(tiers.copies())); },
-            {"copies to and from the device"});
+  gate.wait(lock, [this] { return transfers.idle(); }, {"copies to and from the device"});
 }
 
 bool Foundation::reap_awaited() {

@@ -21,10 +21,8 @@
 #include "engine/layout.hpp"
 #include "engine/names.hpp"
 #include "engine/ranks/agreement.hpp"
-#include "engine/ranks/lent_frames.hpp"
 #include "engine/ranks/meeting.hpp"
 #include "engine/ranks/ownership.hpp"
-#include "engine/ranks/relays.hpp"
 #include "engine/ranks/whereabouts.hpp"
 #include "engine/residence.hpp"
 #include "engine/tiers.hpp"
@@ -32,7 +30,6 @@
 #include "memory/peers.hpp"
 #include "memory/timeline.hpp"
 #include "offload/residency/page_cache.hpp"
-#include "offload/residency/relay.hpp"
 #include "offload/residency/remote_pages.hpp"
 #include "offload/residency/transfers.hpp"
 #include "optimizers/cpu/kernel.hpp"
@@ -43,9 +40,6 @@ struct Foundation final {
   // `meeting`: null for a rank that is alone.
   Foundation(const Config& config, TierParts parts, std::unique_ptr<Meeting> meeting, Gate& gate,
              Doorbell& bell);
-  ~Foundation() {
-    if (meeting) meeting->part();  // its couriers read host memory
-  }
   Foundation(const Foundation&) = delete;
   Foundation& operator=(const Foundation&) = delete;
 
@@ -68,16 +62,10 @@ struct Foundation final {
   std::byte* scales = nullptr;   // the area that Ownership::scale_offset() tells of; null: none
   std::byte* landing = nullptr;  // kLandingFrames bounce buffers; null where none are needed
   std::byte* outbox = nullptr;   // Claims::outbox_frames; null: this rank is alone
-  std::byte* relayed = nullptr;  // pages of other machines; null: this rank relays none
   std::optional<GradientFrames> gradient_frames;  // none: gradients have pages
   PageCache cache;
   // The other ranks, and what they hold. None: this one is alone.
   std::unique_ptr<Peers> peers;
-  std::optional<LentFrames> lent;     // none: the device lends none to others
-  std::string why_not_from_devices;   // why what some of them lend is not copied here; or empty
-  double from_devices_bytes_s = 0.0;  // of the slowest that lends to this one; 0: none does
-  const PageRanks page_ranks;
-  std::optional<Relay> relay;  // none: all ranks are of this machine
   std::optional<RemotePages> remote;
   std::optional<Whereabouts> whereabouts;
 
@@ -119,8 +107,7 @@ struct Foundation final {
   CopyTicket begin_copy_out(std::byte* to, FrameId from, PageId page);
   // The copy is over, whatever has failed: see Gate::outwait().
   void outwait(Lock& lock, CopyTicket ticket) STRATA_REQUIRES(core_lock);
-  // Waits until nothing is copied, not even to frames that are lent: idle transfers do not count
-  // it.
+  // Waits until nothing is copied.
   void wait_until_idle(Lock& lock) STRATA_REQUIRES(core_lock);
   // The session ends where a transfer has failed.
   void heed_failure() STRATA_REQUIRES(core_lock);
@@ -135,9 +122,6 @@ struct Foundation final {
   Foundation(const Config& config, TierParts parts, std::unique_ptr<Meeting> meeting, Gate& gate,
              Doorbell& bell, const Residence& home);
   void meet_others();
-  int lend_frames();
-  void see_devices(std::vector<Seat>& seats);
-  void open_relay();
 
   std::vector<CopyTicket> awaited_;  // by wait_for(), and not seen done
 };

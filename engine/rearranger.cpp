@@ -191,7 +191,7 @@ void Rearranger::make_room(Lock& lock, const Change& change) {
   if (more.empty()) return;
   if (base_.peers) {
     const std::size_t bytes = tiers.slab().bytes().size();
-    base_.peers->send_near({.kind = PeerMessage::Kind::grown, .at = bytes});
+    base_.peers->send_all({.kind = PeerMessage::Kind::grown, .at = bytes});
   }
   for (Store* const store : had) {
     if (store != nullptr) register_memory(lock, *store, more);

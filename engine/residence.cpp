@@ -6,9 +6,7 @@
 
 #include "engine/checks.hpp"
 #include "engine/devices.hpp"
-#include "engine/ranks/collectors.hpp"
 #include "engine/ranks/ownership.hpp"
-#include "engine/ranks/relays.hpp"
 #include "memory/check.hpp"
 #include "memory/result.hpp"
 
@@ -140,8 +138,6 @@ Holding holding_of(const Config& config, const Layout& layout) {
   const bool on_host = config.device == "host";
   holding.landing_frames = on_host || !owns.alone() ? 0 : kLandingFrames;
   holding.outbox_frames = owns.alone() ? 0 : on_host ? kOutboxFrames : kOutboxFramesGpu;
-  if (Collectors(config).adds_up_here()) holding.outbox_frames *= 2;  // as many for sums
-  holding.relay_wanted = relay_frames_wanted(config, layout, owns);
   if (config.snapshots != 0) {
     holding.kept_slots =
         snapshot_slots(layout, owns).beside(config.snapshots, gradients_rest(config));

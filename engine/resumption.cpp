@@ -146,7 +146,6 @@ bool Resumption::unused() const {
 
 // Every page is a zero page, and those that rest on the SSD have no slot. REQUIRES: unused().
 void Resumption::forget_everything() {
-  if (base_.lent) base_.lent->forget();
   for (std::uint32_t u = 0; u < base_.layout.units.size(); ++u) {
     if (!base_.on_device(UnitId{u})) parts_.prefetcher.evict(UnitId{u});
   }

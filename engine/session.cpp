@@ -106,10 +106,9 @@ void Session::set_step(std::uint32_t param, std::int64_t step) {
   core_->elements.set_step(in.lock(), param, step);
 }
 
-void Session::enter(UnitId unit, bool backward, bool recorded, Stream stream, Visit visit,
-                    bool exact) {
+void Session::enter(UnitId unit, bool backward, bool recorded, Stream stream, Visit visit) {
   Gate::Call in(gate_);
-  core_->visits.enter(in.lock(), unit, {backward, recorded, stream, visit, exact});
+  core_->visits.enter(in.lock(), unit, {backward, recorded, stream, visit});
 }
 
 bool Session::leave(UnitId unit, Stream stream, Visit visit) {

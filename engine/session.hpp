@@ -76,7 +76,7 @@ class Session final {
   // visits.hpp. leave() and leave_all_but() never throw for a session that has ended: they run on
   // the way out.
   void enter(UnitId unit, bool backward, bool recorded = true, Stream stream = nullptr,
-             Visit visit = 0, bool exact = false);
+             Visit visit = 0);
   bool leave(UnitId unit, Stream stream = nullptr, Visit visit = 0);
   std::size_t leave_all_but(const std::vector<Visit>& live, Visit bound, Stream stream = nullptr);
   std::size_t entered(UnitId unit);

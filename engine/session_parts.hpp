@@ -3,7 +3,7 @@
 //
 // Threads: handed over once, to the constructor; functions are called as Session says.
 //
-//   Session session(config, {.foreign = run_theirs, .wire = std::move(wire)});
+//   Session session(config, {.foreign = run_theirs});
 #pragma once
 
 #include <functional>
@@ -11,7 +11,6 @@
 
 #include "engine/gate.hpp"
 #include "engine/ranks/meeting.hpp"
-#include "engine/ranks/wire.hpp"
 #include "engine/tiers.hpp"
 #include "memory/page_table.hpp"
 #include "optimizers/foreign.hpp"
@@ -28,8 +27,6 @@ struct SessionParts : TierParts, GateOptions {
   // Called once when all is claimed, before this rank waits for the others; what it throws the
   // constructor does. Absent, or this rank is alone: nothing is.
   std::function<void()> claimed;
-  // To ranks of other machines; absent: all are of this one.
-  std::unique_ptr<Wire> wire;
   // Called after every turn, for checks of what must always hold.
   std::function<void(const PageTable&, const Claims&)> turned;
 };

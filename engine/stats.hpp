@@ -30,11 +30,6 @@ struct SessionStats {
   std::uint64_t activation_saved_bytes = 0, activation_fetched_bytes = 0;  // copied so far
   std::uint64_t snapshot_bytes = 0;        // written for snapshots alone
   std::uint64_t gradients_kept_bytes = 0;  // of ranks, beside the budget: copied so far
-  // Of ranks: pages that came from devices of others; how fast these were at the start, the slowest
-  // of them; and why none comes from some of them.
-  std::uint64_t from_devices_bytes = 0;
-  double from_devices_bytes_s = 0.0;
-  std::string why_not_from_devices;
   std::uint64_t steps = 0, steps_skipped = 0, chunks_updated = 0;
   std::uint64_t mappings = 0, plans = 0, deviations = 0, io_retries = 0, timeline_lost = 0;
   std::uint64_t io_errors = 0;  // of the disk, that passed or ended the session

@@ -15,7 +15,6 @@ Visits::Visits(Foundation& base, BetweenSteps& between, Prefetcher& prefetcher, 
       prefetcher_(prefetcher),
       updates_(updates),
       writes_(writes),
-      forms_(base.config.units.size(), Form::coded),
       waited_ns_(base.config.units.size(), 0),
       update_waits_(base.config.units.size(), 0) {}
 
@@ -23,7 +22,6 @@ void Visits::enter(Lock& lock, UnitId unit, const EnterOptions& options) {
   base_.check_unit(unit);
   const BetweenSteps::StepCall call(between_, lock);
   if (base_.whereabouts) base_.whereabouts->enter(unit, options.backward);
-  if (!fits(unit, options)) take_form(lock, unit, options);
   // 1. Its pages are asked for.
   if (const auto frames = prefetcher_.request(unit, options.backward, options.recorded)) {
     throw StrataError(
@@ -42,11 +40,9 @@ void Visits::enter(Lock& lock, UnitId unit, const EnterOptions& options) {
   if (!was_in_use) writes_.await_captured(lock, unit);
   const bool shares = was_in_use && (options.backward || is_inside(unit, options.visit));
   if (!shares) await_unit(lock, unit, options.backward);
-  while (writes_.begins(unit) || !fits(unit, options)) {  // somebody else came meanwhile
+  while (writes_.begins(unit)) {  // somebody else came meanwhile
     base_.gate.wait(lock, [&] { return !writes_.begins(unit); }, {"the parameters", unit});
-    const bool fitted = fits(unit, options);
-    if (!fitted) take_form(lock, unit, options);
-    if (!fitted || !shares) await_unit(lock, unit, options.backward);
+    if (!shares) await_unit(lock, unit, options.backward);
   }
   // 3. They stay until leave().
   const bool first = !prefetcher_.in_use(unit);
@@ -63,43 +59,6 @@ void Visits::enter(Lock& lock, UnitId unit, const EnterOptions& options) {
     leave(unit, options.stream, options.visit);
     throw;
   }
-}
-
-bool Visits::comes_coded(UnitId unit) const {
-  return std::ranges::any_of(base_.layout.units[index(unit)].pages,
-                             [this](PageId page) { return base_.page_ranks.comes_coded(page); });
-}
-
-// What the visit would see of the unit, were it there. See Note [Forms].
-bool Visits::fits(UnitId unit, const EnterOptions& options) const {
-  if (!base_.config.coded_gathers || forms_[index(unit)] == wanted(options)) return true;
-  return prefetcher_.in_use(unit) || !comes_coded(unit);
-}
-
-// The pages of the unit come in that form from here on.
-void Visits::take_form(Lock& lock, UnitId unit, const EnterOptions& options) {
-  Form& form = forms_[index(unit)];
-  base_.gate.wait(lock, [&] { return form != Form::changing || fits(unit, options); },
-                  {"the parameters", unit});
-  if (fits(unit, options)) return;
-  // Where this throws the unit is in neither form.
-  struct Change {
-    Form& form;
-    Gate& gate;
-    Form to = Form::mixed;
-    ~Change() {
-      form = to;
-      gate.notify();
-    }
-  } change{.form = form, .gate = base_.gate};
-  form = Form::changing;
-  base_.remote->make_plain(unit, options.exact);
-  for (const PageId page : base_.layout.units[index(unit)].pages) {
-    if (!base_.page_ranks.comes_coded(page)) continue;
-    base_.gate.wait(lock, [&] { return base_.remote->may_renew(page); }, {"the parameters", unit});
-    base_.remote->renew(page);
-  }
-  change.to = wanted(options);
 }
 
 std::int64_t Visits::remote_lag(UnitId unit) const {

@@ -4,12 +4,6 @@
 //
 //   visits.enter(lock, unit, {.backward = false, .visit = 7});   // its parameters are there
 //   visits.leave(unit, stream, 7);
-//
-// Note [Forms]
-// Where parameters of other machines come as codes, a unit on the device is in one of two forms.
-// Computation is shown what codes stand for; an operation from outside, what the owners have. Who
-// enters a unit that nobody has entered, and finds it in the other form, renews those pages: they
-// come again. Who finds it entered sees what is there, as who entered it may wait for him.
 #pragma once
 
 #include <cstdint>
@@ -31,7 +25,6 @@ struct EnterOptions {
   bool recorded = true;     // part of the training step, so the plan should foresee it
   Stream stream = nullptr;  // the caller's; the unit's frames are free once it has passed
   Visit visit = 0;          // on whose account
-  bool exact = false;       // what other machines hold of it comes as it is: see Note [Forms]
 };
 
 class Visits final {
@@ -67,14 +60,6 @@ class Visits final {
     bool recorded = false;
   };
 
-  enum class Form : std::uint8_t { coded, exact, changing, mixed };
-  static Form wanted(const EnterOptions& options) {
-    return options.exact ? Form::exact : Form::coded;
-  }
-
-  bool comes_coded(UnitId unit) const;
-  bool fits(UnitId unit, const EnterOptions& options) const;
-  void take_form(Lock& lock, UnitId unit, const EnterOptions& options) STRATA_REQUIRES(core_lock);
   bool is_inside(UnitId unit, Visit visit) const;
   void await_unit(Lock& lock, UnitId unit, bool backward) STRATA_REQUIRES(core_lock);
   void end_entry(const Entry& entry, Stream stream);
@@ -87,7 +72,6 @@ class Visits final {
   Updates& updates_;
   InPlaceWrites& writes_;
   std::vector<Entry> entered_;  // one for each enter() without its leave()
-  std::vector<Form> forms_;     // by unit
   std::vector<std::int64_t> waited_ns_;
   std::vector<std::uint64_t> update_waits_;
 };

@@ -30,9 +30,8 @@ enum class CopyStream : std::uint8_t {
   pages_in,  // to the device, from wherever pages are: waits for nothing
   bytes_in,  // host → device, waits for memory of the caller
   out,       // device → host
-  inside,    // within the device
 };
-inline constexpr std::size_t kCopyStreamCount = 4;
+inline constexpr std::size_t kCopyStreamCount = 3;
 
 // A copy, or work of the caller that record() marked. CopyTicket{0} is always done.
 enum class CopyTicket : std::uint64_t {};

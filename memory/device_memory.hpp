@@ -1,6 +1,6 @@
 // Port: the memory of a device. Its pages (frames), and addresses over them (views).
 //
-// Threads: claim(), reserve(), share() and see() at start; everything else under the core's lock,
+// Threads: claim() and reserve() at start; everything else under the core's lock,
 // but claim_memory() and give_back_memory(): see there.
 //
 //   memory.claim(frame_count, page_bytes);
@@ -33,13 +33,6 @@ inline bool in_order_of_view(std::span<const ViewPage> pages) {
   };
   return std::ranges::adjacent_find(pages, not_before) == pages.end();
 }
-
-// Memory of a device that others may read, and the file by which they see it. Both stay the
-// device's.
-struct SharedMemory {
-  std::span<std::byte> bytes{};  // empty: there is none
-  int file = -1;
-};
 
 class DeviceMemory {
  public:
@@ -87,14 +80,6 @@ class DeviceMemory {
     const ViewPage page{page_index, frame};
     return map_pages(view, {&page, 1});
   }
-
-  // Optional. Memory beside the frames, of whole pages, for devices of other processes of this
-  // machine: once. And what one of these shares: the copy engine copies from there, like from host
-  // memory. Empty: it cannot be. REQUIRES: claimed.
-  virtual SharedMemory share(std::size_t /*bytes*/) { return {}; }
-  virtual std::span<const std::byte> see(int /*file*/, std::size_t /*bytes*/) { return {}; }
-  // Why the last of these two calls gave nothing; empty: the device has no such thing.
-  virtual std::string why_not_shared() const { return ""; }
 };
 
 }  // namespace strata

@@ -2,9 +2,8 @@
 // it, a bell that wakes it, and memory that it alone writes and all may read. Whoever takes part
 // shows all that as a Seat. Nothing here is a lock, and nobody waits.
 //
-// Threads: one caller at a time (the core's lock). The other end of a ring is another process,
-// another session of this one, or a courier: a rank of another machine has a seat here as well,
-// with copies of its board and memory, which a courier keeps (engine/ranks/courier.hpp).
+// Threads: one caller at a time (the core's lock). The other end of a ring is another process, or
+// another session of this one.
 //
 //   Peers peers(rank, seats);
 //   peers.send(2, {.kind = PeerMessage::Kind::ask, .what = page});
@@ -31,7 +30,6 @@
 #include <vector>
 
 #include "memory/check.hpp"
-#include "memory/dtype.hpp"
 #include "memory/peer_ring.hpp"
 
 namespace strata {
@@ -39,14 +37,10 @@ namespace strata {
 // The meaning of the fields is that of the kind.
 struct PeerMessage {
   enum class Kind : std::uint32_t {
-    ask,        // for page `what`, not older than `step`, nor than the `count`th write, for `part`;
-                // `dtype` is not 0: codes of its values will do; `at` is not 0: so will a place in
-                // the frames that the holder's device lends
-    grant,      // of page `what`, which lies at `at`, with all updates up to those of `step`; of no
-                // bytes: its holder is to be asked; `window`, as asked: it comes to that frame;
-                // `count` is not 0: the place is one in the frames that its device lends
+    ask,        // for page `what`, not older than `step`, nor than the `count`th write
+    grant,      // of page `what`, which lies at `at`, with all updates up to those of `step`
     give_back,  // page `what`
-    alive,      // nothing: who takes it runs
+    alive,      // nothing: a rank that takes it runs
     piece,      // of parameter `what`: run `part`, of `window`, number `count` there, at `at`
     taken,      // the piece that lay at `at`
     window,     // `window` begins: those before it have no more pieces; `count`: it has one
@@ -55,41 +49,21 @@ struct PeerMessage {
     bye,        // no more steps
     failed,     // its session has ended with an error
     grown,      // `at` bytes of its memory are claimed
-    jammed,     // an outbox, of gradients or, `what` is 1, of sums: its jam `part`, `at` lies in
-                // front; `count` is 0: that is over
-    waits,      // what lies in front in jam `count` of outbox `what` waits for outboxes: those of
-                // 64, `part` by number, in `at`
-    // To ranks of other machines alone:
-    summed,  // no sum of its machine from before `window` of `step` will come from it
-    board,   // its board has changed: that part lies at `at` there
-    scales,  // of the moments in the page that is granted next, which lie at `at`
-    place,   // it has ended `step` steps, and entered unit `what` last; `part`: in the backward
   };
   Kind kind = Kind::ask;
   std::uint32_t what = 0;
   std::uint32_t part = 0;
   std::uint32_t window = 0;
   std::uint32_t count = 0;
-  std::uint32_t dtype = 0;  // of a piece: piece_dtype(); of a grant: coded_as(), or 0
-  std::uint64_t at = 0;     // in bytes, from the beginning of the sender's memory, or of its frames
-  std::uint64_t bytes = 0;  // of what lies there, and goes along to another machine
+  std::uint32_t dtype = 0;  // of a piece
+  std::uint64_t at = 0;     // in bytes, from the beginning of the sender's memory
+  std::uint64_t bytes = 0;  // of what lies there
   std::int64_t step = 0;
   // Filled in by Peers: counts what its sender says to the receiver; and a hash of all the rest.
   std::uint32_t number = 0;
   std::uint32_t check = 0;
 };
 static_assert(sizeof(PeerMessage) == 56 && std::is_trivially_copyable_v<PeerMessage>);
-
-// The `dtype` of a piece: that of its values, and how many ranks' gradients it is the sum of.
-constexpr int kGradientsShift = 8;
-constexpr std::uint32_t piece_dtype(Dtype dtype, std::uint32_t gradients) {
-  return static_cast<std::uint32_t>(dtype) | gradients << kGradientsShift;
-}
-
-// The `dtype` of a grant whose page crosses as codes of values of that type.
-constexpr std::uint32_t coded_as(Dtype dtype) {
-  return 1 + static_cast<std::uint32_t>(dtype);
-}
 
 // Another one wherever a word of the message, but for the check, is another.
 inline std::uint32_t check_of(const PeerMessage& message) {
@@ -108,13 +82,6 @@ struct Seat {
   std::span<const std::byte> memory;   // likewise
   std::size_t claimed_bytes = 0;       // of it, which stay; 0: nobody knows
   std::function<void()> ring = [] {};  // wakes it
-  // Of a rank of this machine whose device lends pages: the file of these frames; and where this
-  // one's device reads them, once it has opened the file. Empty: it does not reach them.
-  int device_file = -1;
-  std::span<const std::byte> device_frames{};
-  // Of a rank of another machine, which has no inbox here.
-  MessageRing* way = nullptr;               // what this rank says to it
-  std::span<const std::byte> board_come{};  // what came of its board last, at the same places
 };
 
 class Peers final {
@@ -154,7 +121,7 @@ class Peers final {
     return moved;
   }
 
-  // Nothing to that rank waits for room; it, or its courier, has taken all of it.
+  // Nothing to that rank waits for room; it has taken all of it.
   bool sent(std::uint32_t to) const { return waiting_[to].empty(); }
   bool taken(std::uint32_t to) const { return sent(to) && ring_to(to).popped() == pushed_[to]; }
 
@@ -192,13 +159,6 @@ class Peers final {
     if (at > memory.size() || size > memory.size() - at) return nullptr;
     return memory.data() + at;
   }
-  // Of the frames that the rank's device lends, likewise; and whether this one's reaches them.
-  const std::byte* device_bytes(std::uint32_t rank, std::uint64_t at, std::size_t size) const {
-    const std::span<const std::byte> frames = seats_[rank].device_frames;
-    if (at > frames.size() || size > frames.size() - at) return nullptr;
-    return frames.data() + at;
-  }
-  bool lends_by_device(std::uint32_t rank) const { return !seats_[rank].device_frames.empty(); }
   // Where bytes of a rank's memory are, by default of this one's. REQUIRES: they are in it.
   std::uint64_t place(const std::byte* bytes) const { return place_of(rank_, bytes); }
   std::uint64_t place_of(std::uint32_t rank, const std::byte* bytes) const {
@@ -206,11 +166,11 @@ class Peers final {
     STRATA_ASSERT(bytes >= memory.data() && bytes < memory.data() + memory.size());
     return static_cast<std::uint64_t>(bytes - memory.data());
   }
-  // A rank of this machine said that it has claimed more. False: it cannot be.
+  // The rank said that it has claimed more. False: it cannot be.
   bool grow(std::uint32_t rank, std::uint64_t claimed_bytes) {
     Seat& seat = seats_[rank];
     const bool more = claimed_bytes >= seat.claimed_bytes && claimed_bytes <= seat.memory.size();
-    if (!more || is_far(rank)) return false;
+    if (!more) return false;
     seat.claimed_bytes = static_cast<std::size_t>(claimed_bytes);
     return true;
   }
@@ -219,41 +179,9 @@ class Peers final {
     return seats_[rank].memory.first(seats_[rank].claimed_bytes);
   }
   std::span<std::byte> board(std::uint32_t rank) const { return seats_[rank].board; }
-  // It is of another machine: what it is to read goes along with messages.
-  bool is_far(std::uint32_t rank) const { return seats_[rank].way != nullptr; }
-  // To those of other machines; to the others of this one.
-  void send_far(const PeerMessage& message) { send_where(true, message); }
-  void send_near(const PeerMessage& message) { send_where(false, message); }
-  // So many bytes of this rank's board have changed: everybody else is told, and looks. They stay
-  // as they are until all have seen them.
-  void show_board(std::size_t at, std::size_t bytes) {
-    STRATA_ASSERT(bytes > 0 && at + bytes <= seats_[rank_].board.size());
-    for (std::uint32_t to = 0; to < count(); ++to) {
-      if (to == rank_) continue;
-      if (is_far(to))
-        send(to, {.kind = PeerMessage::Kind::board, .at = at, .bytes = bytes});
-      else
-        send(to, {.kind = PeerMessage::Kind::alive});
-    }
-  }
-  // A rank of another machine said so. False: it cannot be.
-  bool take_board(std::uint32_t from, std::uint64_t at, std::uint64_t bytes) {
-    const Seat& seat = seats_[from];
-    const std::size_t size = std::min(seat.board.size(), seat.board_come.size());
-    if (bytes == 0 || at > size || bytes > size - at) return false;
-    std::memcpy(seat.board.data() + at, seat.board_come.data() + at, bytes);
-    return true;
-  }
 
  private:
-  void send_where(bool far, const PeerMessage& message) {
-    for (std::uint32_t to = 0; to < count(); ++to) {
-      if (to != rank_ && is_far(to) == far) send(to, message);
-    }
-  }
-  MessageRing& ring_to(std::uint32_t to) const {
-    return seats_[to].way != nullptr ? *seats_[to].way : seats_[to].inbox[rank_];
-  }
+  MessageRing& ring_to(std::uint32_t to) const { return seats_[to].inbox[rank_]; }
   bool flush(std::uint32_t to) {
     if (to == rank_) return false;
     bool moved = false;

@@ -70,8 +70,6 @@ def wrap(
     frozen: Frozen = AS_IS,
     rank_group: ProcessGroup | DeviceMesh | None = None,
     rank_gradients: str = "mean",
-    rank_gathers: str = "exact",
-    rank_sums: str = "ranks",
     rank_timeout: float | None = None,
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Moves the training state of a model into pages. The loop around it stays as it is. Gradients
@@ -138,16 +136,6 @@ def wrap(
             models. A group of one trains by itself.
         rank_gradients: of several ranks: `"mean"`: the update gets their average, as that of
             DistributedDataParallel does; `"sum"`: their sum.
-        rank_gathers: of ranks of several machines: how parameters that train get to a machine that
-            computes with them and does not own them. `"exact"`: as they are. `"int8"`: as codes of
-            8 bits with a float32 for each block of 64 (qwZ of ZeRO++): about half of the bytes of
-            bfloat16. Lossy: machines compute with parameters that differ by the rounding, at most
-            1/254 of the block's largest. Updates, checkpoints and all that is read are exact.
-        rank_sums: of ranks of several machines: how their gradients add up. `"ranks"`: each goes to
-            its owner, and all are added in the order of ranks: the bits are those of one process.
-            `"machines"`: each machine adds up what its ranks have, in float32, and sends one sum:
-            fewer bytes where a machine has three ranks or more, or two with gradients in float32.
-            The bits depend on which ranks are of one machine.
         rank_timeout: seconds for which this rank waits for another one that neither comes nor ends;
             then it raises StrataError, and so do the others. Default: for as long as it takes, and
             after 10 s the log says for whom.
@@ -177,7 +165,7 @@ def wrap(
         memory, ssd_path, dtype, update, state_dtype, max_grad_norm, max_unit_norm,
         gradient_accumulation_steps, skip_nonfinite, units, page_size, io_engine, workers, weights,
         seed, init_device, activations, split, device, snapshots, frozen, rank_group,
-        rank_gradients, rank_gathers, rank_sums, rank_timeout,
+        rank_gradients, rank_timeout,
     )  # fmt: skip
     return model, open_session(model, optimizer, options).optimizer
 

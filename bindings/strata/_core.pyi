@@ -28,7 +28,6 @@ from ._planner import Trace as Trace
 from ._planner import TracedUnit as TracedUnit
 from ._planner import Use as Use
 from ._planner import Wishes as Wishes
-from ._planner import relay_bytes_max as relay_bytes_max
 from ._probes import CopyProbe as CopyProbe
 from ._probes import SsdProbe as SsdProbe
 from ._probes import UpdateProbe as UpdateProbe
@@ -52,7 +51,6 @@ from ._session_config import ParamSpec as ParamSpec
 from ._session_config import Ranks as Ranks
 from ._session_config import Rule as Rule
 from ._session_config import StoredName as StoredName
-from ._session_config import Wire as Wire
 
 __version__: str
 
@@ -91,7 +89,6 @@ class UnitPlan(TypedDict):
     state_bytes: int  # in pages: residuals or masters, and moments
     remote_params: int  # of all of these: what other ranks hold
     remote_param_bytes: int
-    lent_param_bytes: int  # of these: what devices of other ranks may lend
     remote_landing_bytes: int
     remote_state_bytes: int
     chunks: int
@@ -128,12 +125,11 @@ class Session:
         self,
         config: Config,
         foreign: Rule | None = None,
-        wire: Wire | None = None,
         claimed: Callable[[], None] | None = None,
     ) -> None:
         """`foreign` updates groups of rule "foreign", on worker threads; what it raises ends the
-        session with a StrataError. `wire` reaches ranks of other machines, on threads of the
-        core's. `claimed` is called once a rank has all it claims, ahead of others; may raise."""
+        session with a StrataError. `claimed` is called once a rank has all it claims, before it
+        waits for others; may raise."""
     @property
     def plan(self) -> Plan: ...
     def step_budgets(self, device_bytes: int) -> Budgets:
@@ -163,7 +159,6 @@ class Session:
         """Fills the buffers, of just the size. The last one is empty but for nf4-double."""
     def enter(
         self, unit: int, backward: bool, recorded: bool = True, stream: int = 0, visit: int = 0,
-        exact: bool = False,
     ) -> None:  # fmt: skip
         """Waits until the unit's newest parameters are there, and pins them for what is submitted
         next. Nests. `recorded`: part of the training step, so the plan foresees it. `visit`: on

@@ -18,14 +18,13 @@ from torch import nn
 from . import _core
 from ._config.alike import check_alike, check_fitted
 from ._config.budgets import device_goal
-from ._config.choices import INIT, OF_SEVERAL_MACHINES
+from ._config.choices import INIT
 from ._config.device import say_slow_dtypes
 from ._config.managed import check_parameters
 from ._config.options import Options
 from ._config.ranks import Ranks, all_or_none, find_ranks, naming_lost
 from ._config.sharding import check_sharded, take_shards, trains_alone
 from ._config.sizes import format_count, format_size
-from ._config.wire import Wire
 from ._errors import listed
 from ._hooks.hooks import Hooks
 from ._hooks.parallel import refuse_parallel
@@ -158,8 +157,6 @@ def _log_choices(state: Wrapped) -> None:
         f", {stats['io_engine']} ({stats['io_engine_why']})" if stats["io_engine"] else "",
     )
     log.info("%s %s", format_count(state.config["workers"], "worker"), stats["workers_where"])
-    if why := stats.get("why_not_from_devices"):
-        log.info("parameters of some other ranks come from host memory: %s", why)
     for warning in stats.get("warnings", []):
         log.warning("%s", warning)
 
@@ -183,16 +180,11 @@ def _start(
         whole = config.copy()
         whole["device_bytes"] = device_goal(config, options)
         come_so_far()
-        wire = _reach_machines(options, undo)
-        session = _core.Session(whole, foreign, wire, come_so_far)
+        session = _core.Session(whole, foreign, come_so_far)
         undo.first(session.close)
         state = Wrapped(model, session, config)
         undo.first(state.landings.close)
         state.shards = Shards.of(state)
-        if wire is not None:
-            state.wire = wire
-            state.coded_gathers = config["ranks"]["coded_gathers"]
-            state.after_close.append(wire.close)
         state.after_close.append(claim.close)
         if options.ranks is not None and options.weights is None:
             come_so_far()
@@ -227,18 +219,6 @@ def _start(
     if options.activations is not None:
         _start_planning(state, options, whole["device_bytes"], undo)
     return state
-
-
-def _reach_machines(options: Options, undo: Undo) -> Wire | None:
-    """The way to ranks of other machines; None: there are none."""
-    if options.ranks is not None and options.ranks.machines:
-        wire = Wire(options.ranks.rank, options.ranks.machines, options.ranks.run)
-        undo.first(wire.close)
-        return wire
-    for name, usual in OF_SEVERAL_MACHINES.items():
-        if (value := getattr(options, name)) != usual:
-            log.info("%s=%r does nothing: there is one machine", name, value)
-    return None
 
 
 def _fit(

@@ -55,7 +55,6 @@ class TracedUnit(_Struct):
     remote_param_bytes: int = ...  # ... takes no memory, SSD or update of this one
     remote_grad_bytes: int = ...
     remote_state_bytes: int = ...
-    lent_param_bytes: int = ...  # of remote_param_bytes: what devices of other ranks may lend
 
 class Trace(_Struct):
     uses: list[Use]  # these three are the trace's own: their elements may be changed
@@ -74,7 +73,6 @@ class Costs(_Struct):
     update_elements_s: float
     transfer_seconds: float
     slice_seconds: float
-    peer_bytes_s: float = ...  # from devices of other ranks; 0: they lend nothing
     decode_bytes_s: float = ...  # values of codes that come up; 0: as fast as the link
     landing_waits: bool = ...  # computation stands still while a gradient goes down
     updates_first: bool = ...  # computation waits for updates that wait for no disk
@@ -87,9 +85,6 @@ class Budgets(_Struct):
     ssd_bytes: int
     staging_bytes: int
     grads_rest: bool = ...  # in pages; False: in buffers that host_bytes does not count
-
-def relay_bytes_max(host_bytes: int) -> int:
-    """Of a rank's host budget: what pages of other machines may have."""
 
 class Wishes(_Struct):
     activation: ActivationName | None = ...  # None: chosen

@@ -3,7 +3,7 @@ means. For type checkers only: import these from _core.
 """
 
 from collections.abc import Callable
-from typing import Literal, NotRequired, Protocol, TypedDict
+from typing import Literal, NotRequired, TypedDict
 
 DtypeName = Literal["float32", "float16", "bfloat16"]
 StoredName = Literal["int8", "nf4", "nf4-double", "nf4-torchao"]
@@ -38,15 +38,10 @@ class GroupSpec(TypedDict):
 class Ranks(TypedDict):
     rank: int
     count: int
-    machines: list[str]  # by rank: the name of its machine; none: all are of one
-    patience_s: float  # a rank of another machine that is silent for longer is lost
-    folder: str  # where those of this machine meet: of this user alone
-    pids: list[int]  # their processes, by rank, 0 of others; empty: not known
+    folder: str  # where they meet: of this user alone
+    pids: list[int]  # their processes, by rank; empty: not known
     timeout_s: float  # how long they wait there for each other
     sums: bool  # gradients are summed, and not averaged
-    coded_gathers: bool  # ranks of other machines compute with int8 codes of parameters
-    machine_sums: bool  # gradients are added up inside each machine first
-    device_lending: str  # whether pages come from other GPUs here: "never", "faster", "always"
 
 class Config(TypedDict):
     params: list[ParamSpec]  # in the order of model.parameters(); its place here is its id
@@ -75,22 +70,8 @@ class Config(TypedDict):
     # By module: its name, and the units that are entered while it runs. None: one at a time.
     together: NotRequired[list[tuple[str, list[int]]]]
 
-class Arrival(Protocol):
-    """wait() returns when all of it is there, and raises as send() does. Behind drop() nothing is
-    written to its places any more."""
-
-    def wait(self, patience: float) -> None: ...
-    def drop(self) -> None: ...
-
 Rule = Callable[[int, int, int, int, int, int, int, int], None]
 """Updates a slice: options, parameter, step (from 1), count, and addresses of so many float32
 values: parameter, gradient, moment1 and moment2 (0: absent)."""
 
 Kind = Literal["master", "moment1", "moment2", "grad"]
-
-class Wire(Protocol):
-    """Each place is an address and a size. send() raises where the other rank is gone, or takes
-    nothing for so many seconds. expect() returns at once."""
-
-    def send(self, to: int, places: list[tuple[int, int]], patience: float) -> None: ...
-    def expect(self, source: int, places: list[tuple[int, int]]) -> Arrival: ...

@@ -47,8 +47,7 @@ void Agreement::publish(std::span<const Entry> entries, std::uint64_t asked) {
   std::copy(entries.begin(), entries.end(), this->entries(peers_.rank()));
   mine.asked = asked;
   mine.number.store(number_, std::memory_order_release);
-  const std::size_t bytes = page_bytes(param_count_);
-  peers_.show_board(number_ % 2 * bytes, bytes);
+  peers_.send_all({.kind = PeerMessage::Kind::alive});  // they look at it
 }
 
 std::optional<std::uint32_t> Agreement::missing() const {

@@ -6,47 +6,12 @@
 #include "memory/check.hpp"
 
 namespace strata {
-namespace {
 
-std::size_t outbox_bytes(const Foundation& base) {
-  return base.claims.outbox_frames * base.layout.page_bytes;
-}
-
-}  // namespace
-
-Departures::Departures(Foundation& base, GradientCopies& copies, bool adds_up)
+Departures::Departures(Foundation& base, GradientCopies& copies)
     : base_(base),
       copies_(copies),
-      gradients_{Outbox(base.outbox, outbox_bytes(base) / (adds_up ? 2 : 1))} {
-  const std::size_t bytes = gradients_.outbox.capacity();
-  STRATA_ASSERT(bytes >= base_.layout.page_bytes);
-  if (adds_up) sums_ = Box{Outbox(base.outbox + bytes, bytes)};
-}
-
-std::byte* Departures::take(Box& box, std::uint32_t rank, std::size_t bytes) {
-  std::byte* const place = box.outbox.take(rank, bytes);
-  if (place != nullptr)
-    box.full_since_ns.reset();
-  else if (!box.full_since_ns)
-    box.full_since_ns = base_.tiers.now_ns();
-  return place;
-}
-
-bool Departures::give_back(std::uint32_t rank, const std::byte* place) {
-  const bool of_sums = sums_ && place >= base_.outbox + gradients_.outbox.capacity();
-  Box& box = of_sums ? *sums_ : gradients_;
-  const std::byte* const front = box.outbox.front();
-  const bool given_back = box.outbox.give_back(rank, place);
-  if (box.outbox.front() != front) box.full_since_ns.reset();
-  return given_back;
-}
-
-bool Departures::empty() const {
-  return gradients_.outbox.empty() && (!sums_ || sums_->outbox.empty());
-}
-
-bool Departures::holds_for(std::uint32_t rank) const {
-  return gradients_.outbox.holds_for(rank) || (sums_ && sums_->outbox.holds_for(rank));
+      outbox_(base.outbox, base.claims.outbox_frames * base.layout.page_bytes) {
+  STRATA_ASSERT(outbox_.capacity() >= base_.layout.page_bytes);
 }
 
 void Departures::let_go(const GradientPiece& piece) {
@@ -69,15 +34,6 @@ void Departures::keep(GradientPiece& piece, std::size_t bytes) {
 bool Departures::is_stuck() const {
   constexpr std::int64_t kStuckNs = 5'000'000'000;
   return waits_since_ns_ && base_.tiers.now_ns() - *waits_since_ns_ > kStuckNs;
-}
-
-const std::byte* Departures::jammed_by(bool of_sums) const {
-  constexpr std::int64_t kJammedNs = 1'000'000'000;
-  if (of_sums && !sums_) return nullptr;
-  const Box& box = of_sums ? *sums_ : gradients_;
-  if (!box.full_since_ns) return nullptr;
-  const bool long_enough = base_.tiers.now_ns() - *box.full_since_ns > kJammedNs;
-  return expects_jams_ || long_enough ? box.outbox.front() : nullptr;
 }
 
 Departures::Gradient::Gradient(Departures& departures, const IncomingGradient& gradient,
@@ -117,14 +73,15 @@ void Departures::Gradient::finish(Lock& lock) {
 
 // See Note [Full].
 std::byte* Departures::Gradient::take_place(Lock& lock, const DepartingPart& part) {
-  std::byte* place = of_.take(part.owner, part.bytes);
+  std::byte* place = of_.outbox_.take(part.owner, part.bytes);
   while (place == nullptr && !under_way_.empty()) {
     finish_oldest(lock);
-    place = of_.take(part.owner, part.bytes);
+    place = of_.outbox_.take(part.owner, part.bytes);
   }
   if (place != nullptr) return place;
   of_.waits_since_ns_ = of_.base_.tiers.now_ns();
-  of_.base_.gate.wait(lock, [&] { return (place = of_.take(part.owner, part.bytes)) != nullptr; },
+  of_.base_.gate.wait(lock,
+                      [&] { return (place = of_.outbox_.take(part.owner, part.bytes)) != nullptr; },
                       {"other ranks to take gradients", gradient_.unit});
   of_.waits_since_ns_.reset();
   return place;

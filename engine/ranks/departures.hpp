@@ -44,51 +44,31 @@ struct Departed {
 
 class Departures final {
  public:
-  // `adds_up`: half of the outbox is for sums. A gradient that waits for its sum, and a sum that
-  // waits for room, would else wait for each other.
-  Departures(Foundation& base, GradientCopies& copies, bool adds_up);
+  Departures(Foundation& base, GradientCopies& copies);
   Departures(const Departures&) = delete;
   Departures& operator=(const Departures&) = delete;
 
   class Gradient;
 
-  // A place for what that rank is to read: of a gradient, or a sum; null: there is none now.
-  std::byte* take(std::uint32_t rank, std::size_t bytes) { return take(gradients_, rank, bytes); }
-  std::byte* take_for_sum(std::uint32_t rank, std::size_t bytes) {
-    return take(*sums_, rank, bytes);
-  }
   // False: that rank has no such place.
-  bool give_back(std::uint32_t rank, const std::byte* place);
+  bool give_back(std::uint32_t rank, const std::byte* place) {
+    return outbox_.give_back(rank, place);
+  }
   // A piece that came here was added: its place, in whichever outbox, is free again.
   void let_go(const GradientPiece& piece);
   // It waits here: likewise, as there is a copy of its bytes.
   void keep(GradientPiece& piece, std::size_t bytes);
   // So many bytes have been, since the start.
   std::uint64_t kept_bytes() const { return kept_bytes_; }
-  bool empty() const;
-  bool holds_for(std::uint32_t rank) const;
+  bool empty() const { return outbox_.empty(); }
+  bool holds_for(std::uint32_t rank) const { return outbox_.holds_for(rank); }
   // A gradient has waited for others for long.
   bool is_stuck() const;
-  // What lies in front in an outbox where there was no place for a gradient, or a sum, and which
-  // has been there since, for a while that is short to people and long to networks; at once behind
-  // expect_jams(), until begin_window(). Null: nothing has.
-  const std::byte* jammed_by(bool of_sums) const;
-  void expect_jams() { expects_jams_ = true; }
-  void begin_window() { expects_jams_ = false; }
 
  private:
-  struct Box {
-    Outbox outbox;
-    std::optional<std::int64_t> full_since_ns{};  // none: what was in front has gone since
-  };
-
-  std::byte* take(Box& box, std::uint32_t rank, std::size_t bytes);
-
   Foundation& base_;
   GradientCopies& copies_;
-  Box gradients_;
-  std::optional<Box> sums_;
-  bool expects_jams_ = false;
+  Outbox outbox_;
   std::uint64_t kept_bytes_ = 0;
   std::optional<std::int64_t> waits_since_ns_;  // a gradient waits for a place; none: none does
 };

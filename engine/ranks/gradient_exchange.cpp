@@ -12,20 +12,11 @@ GradientExchange::GradientExchange(Foundation& base, Updates& updates, GradientC
     : base_(base),
       updates_(updates),
       early_(base.config.update == UpdateMode::in_backward),
-      collectors_(base.config),
-      departures_(base, copies, collectors_.adds_up_here()),
+      departures_(base, copies),
       progress_(base.peers->rank(), base.peers->count(), key_of(step_, 0, 0)),
-      numbers_(base.config.params.size(), 0),
-      to_come_(*base.peers, collectors_, progress_),
-      jams_(base.peers->count()),
-      told_waits_(jams_.outboxes(), 0) {
+      numbers_(base.config.params.size(), 0) {
   STRATA_ASSERT(base_.layout.accumulate);
   make_parts();
-  if (collectors_.adds_up_here()) {
-    sums_.emplace(
-        base, departures_, progress_, collectors_, threads,
-        [this](const MachineSums::Part& part, const GradientPiece& sum) { send_sum(part, sum); });
-  }
   crew_ = std::make_unique<Crew<Job*, Job*>>(
       threads ? 1 : 0, &base_.bell,
       CrewWork<Job*, Job*>{.name = "strata-add", .run = [this](Job* job, int) {
@@ -67,7 +58,6 @@ void GradientExchange::begin_window() {
            " backward passes in a step, and no more");
   }
   progress_.reach(base_.peers->rank(), key_of(step_, ++window_, 0));
-  departures_.begin_window();
   std::fill(numbers_.begin(), numbers_.end(), 0U);
   base_.peers->send_all({.kind = PeerMessage::Kind::window, .window = window_, .step = step_});
   base_.bell.ring();  // what waits for this rank's pieces waits no more
@@ -79,7 +69,6 @@ void GradientExchange::begin_step(std::int64_t updates) {
   ++step_;
   updates_step_ = updates;
   window_ = 0;
-  departures_.begin_window();
   std::fill(numbers_.begin(), numbers_.end(), 0U);
 }
 
@@ -124,15 +113,6 @@ void GradientExchange::await(std::uint32_t id, const GradientPiece& piece) {
   base_.bell.ring();
 }
 
-// The smallest key that the member may still have of the part.
-GradientExchange::Key GradientExchange::to_come(std::uint32_t id, std::uint32_t member) const {
-  const std::uint32_t sender = collectors_.sender(id, member);
-  if (collectors_.adds_up(member)) {
-    return base_.peers->is_far(sender) ? to_come_.reached(sender) : sums_->reached(id);
-  }
-  return progress_.has_left(sender) ? kNoKey : progress_.reached(sender);
-}
-
 // What is next in the order of the sum, as far as it is there: see Note [Order of the sum].
 std::vector<GradientPiece> GradientExchange::addable(std::uint32_t id) const {
   const Part& part = parts_[id];
@@ -142,16 +122,17 @@ std::vector<GradientPiece> GradientExchange::addable(std::uint32_t id) const {
   const Key end = ((key_of(step_, window_, 0) >> kPlaceShift) + 1) << kPlaceShift;
   bool landed = part.landed == step_;
   Key last_key = part.key;
-  std::uint32_t last_member = part.member;
+  std::uint32_t last_rank = part.rank;
   std::vector<GradientPiece> waiting = part.waiting;
   for (;;) {
-    // The smallest key, of the first member, that is there or may still come.
+    // The smallest key, of the first rank, that is there or may still come.
     Key best = end;
     const GradientPiece* found = nullptr;
-    for (std::uint32_t member = 0; member < collectors_.members(); ++member) {
-      const auto first = std::ranges::find(waiting, member, &GradientPiece::member);
-      const Key later = landed ? last_key + (member <= last_member ? 1 : 0) : 0;
-      const Key key = first != waiting.end() ? first->key : std::max(to_come(id, member), later);
+    for (std::uint32_t rank = 0; rank < progress_.count(); ++rank) {
+      const auto first = std::ranges::find(waiting, rank, &GradientPiece::rank);
+      const Key later = landed ? last_key + (rank <= last_rank ? 1 : 0) : 0;
+      const Key to_come = progress_.has_left(rank) ? kNoKey : progress_.reached(rank);
+      const Key key = first != waiting.end() ? first->key : std::max(to_come, later);
       if (key >= best) continue;
       best = key;
       found = first != waiting.end() ? &*first : nullptr;
@@ -160,7 +141,7 @@ std::vector<GradientPiece> GradientExchange::addable(std::uint32_t id) const {
     next.push_back(*found);
     landed = true;
     last_key = found->key;
-    last_member = found->member;
+    last_rank = found->rank;
     waiting.erase(waiting.begin() + (found - waiting.data()));
   }
 }
@@ -206,10 +187,10 @@ void GradientExchange::end(std::unique_ptr<Job> job) {
   ++added_;
   if (std::exchange(part.landed, step_) != step_) part.gradients = 0;
   part.key = job->pieces.back().key;
-  part.member = job->pieces.back().member;
+  part.rank = job->pieces.back().rank;
   part.squares = job->squares;
   for (const GradientPiece& piece : job->pieces) {
-    part.gradients += piece.gradients;
+    ++part.gradients;
     std::erase_if(part.waiting, [&](const GradientPiece& of) { return of.bytes == piece.bytes; });
     departures_.let_go(piece);
   }
@@ -219,9 +200,7 @@ void GradientExchange::end(std::unique_ptr<Job> job) {
 }
 
 bool GradientExchange::turn() {
-  bool moved = sums_ && sums_->turn();
-  if (sums_) tell_sums();
-  if (collectors_.by_machine()) look_for_jams();
+  bool moved = false;
   for (Job* done = nullptr; crew_->collect(done);) {
     end(std::unique_ptr<Job>(done));
     moved = true;
@@ -251,8 +230,7 @@ bool GradientExchange::is_whole(std::uint32_t chunk) const {
   return std::ranges::all_of(parts_of_[chunk], [this](std::uint32_t id) {
     const Part& part = parts_[id];
     const bool at_rest = !part.adding && part.waiting.empty();
-    const bool none = part.landed != step_ && !collectors_.by_machine();
-    return at_rest && (none || (part.landed == step_ && part.gradients == base_.peers->count()));
+    return at_rest && (part.landed != step_ || part.gradients == base_.peers->count());
   });
 }
 
@@ -291,8 +269,7 @@ void GradientExchange::meet(Lock& lock, Key at) {
                   [&] {
                     // Who has parted is told of in the next turn.
                     if (progress_.awaited() || progress_.any_parted(here())) return false;
-                    if (adding_ != 0 || to_come_.awaited()) return false;
-                    if (sums_ && sums_->reached() < at) return false;
+                    if (adding_ != 0) return false;
                     return std::ranges::none_of(pending_, [&](std::uint32_t id) {
                       return std::ranges::any_of(
                           parts_[id].waiting,

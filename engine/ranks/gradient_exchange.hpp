@@ -22,12 +22,6 @@
 // left. One that has left and adds what others send must not wait for itself. The first gradient
 // of a step is told of as well: calls that all ranks make behind a step see who made none.
 //
-// Note [Sums of machines]
-// Where machines add up what is theirs first (machine_sums.hpp), the owner adds one piece of each
-// machine for a key, in the order of machines. Windows are added up by themselves, as they come: to
-// wait for the last one would put all that crosses behind the backward. What is owned here, too,
-// comes by way of another rank: that a rank has completed a unit does not tell that all of it came.
-//
 // Note [Looks]
 // Ranks may look at the sums before the step ends, all of them, as often. A look is a window of its
 // own: it begins a new range of windows, so that it is known of each rank how often it has looked,
@@ -48,7 +42,7 @@
 // rare). Each rank sends the others in the order of their windows. Of all that are still to come,
 // that of the smallest window, of the lowest rank, waits for nobody, nor does anything that its
 // rank sends before it: rank by rank, each outbox empties. Sums rest in float32, so that each piece
-// can be added as it comes. Where machines add up, other orders hold: see jams.hpp.
+// can be added as it comes.
 #pragma once
 
 #include <cstdint>
@@ -57,13 +51,9 @@
 #include <vector>
 
 #include "engine/gradient_place.hpp"
-#include "engine/ranks/collectors.hpp"
 #include "engine/ranks/departures.hpp"
 #include "engine/ranks/gradient_piece.hpp"
-#include "engine/ranks/jams.hpp"
-#include "engine/ranks/machine_sums.hpp"
 #include "engine/ranks/progress.hpp"
-#include "engine/ranks/sums_to_come.hpp"
 #include "memory/crew.hpp"
 #include "optimizers/exact_sum.hpp"
 
@@ -108,9 +98,6 @@ class GradientExchange final {
   bool hand_over(std::uint32_t chunk);
 
   // What others say. False: it cannot be, and the session should end.
-  bool summed(std::uint32_t from, const PeerMessage& message);
-  bool jammed(std::uint32_t from, const PeerMessage& message);
-  bool waits_there(const PeerMessage& message);
   bool piece_came(std::uint32_t from, const PeerMessage& message);
   bool piece_taken(std::uint32_t from, std::uint64_t place);
   bool window_began(std::uint32_t from, const PeerMessage& message);
@@ -131,11 +118,8 @@ class GradientExchange final {
   bool turn();
   // This rank has ended the step, or looks: until begin_step() or end_look().
   bool meets() const { return meets_; }
-  // Then: the first rank that has not come there, or has sums to send; none: all have.
-  std::optional<std::uint32_t> awaited() const {
-    const std::optional<std::uint32_t> rank = progress_.awaited();
-    return rank ? rank : to_come_.awaited();
-  }
+  // Then: the first rank that has not come there; none: all have.
+  std::optional<std::uint32_t> awaited() const { return progress_.awaited(); }
   // That one has not come there.
   bool awaits(std::uint32_t rank) const { return progress_.awaits(rank); }
   // This rank cannot go on without that one: it awaits it, or has pieces that it has still to take.
@@ -152,8 +136,8 @@ class GradientExchange final {
   // the least far: it is what they wait for.
   bool waits() const { return !departures_.empty(); }
   std::uint32_t slowest() const { return progress_.slowest(); }
-  // Of gradients and sums that were copied beside the budget, since the start: see jams.hpp, and
-  // Note [The exchange cannot deadlock].
+  // Gradients that were copied beside the budget, since the start: see Note [The exchange cannot
+  // deadlock].
   std::uint64_t kept_bytes() const { return departures_.kept_bytes(); }
 
  private:
@@ -165,11 +149,11 @@ class GradientExchange final {
     std::size_t first = 0;  // element, in the parameter
     std::size_t count = 0;
     // Of a part that this rank owns.
-    std::vector<GradientPiece> waiting = {};  // of each member in the order of their keys
+    std::vector<GradientPiece> waiting = {};  // of each rank in the order of their keys
     Key key = 0;                              // of what was added last, and whose it was, where ...
-    std::uint32_t member = 0;
+    std::uint32_t rank = 0;
     std::int64_t landed = 0;       // ... the last step in which anything was, is this one
-    std::uint32_t gradients = 0;   // so many ranks' were, in that step
+    std::uint32_t gradients = 0;   // so many were, in that step
     std::int64_t handed_over = 0;  // the last step in which updates got it
     bool adding = false;
     ExactSum squares = {};  // of that step
@@ -193,17 +177,7 @@ class GradientExchange final {
   bool land_now(Lock& lock, std::uint32_t part, const GradientPiece& mine)
       STRATA_REQUIRES(core_lock);
   void tell(std::uint32_t to, std::uint32_t part, const GradientPiece& piece);
-  void send_sum(const MachineSums::Part& part, GradientPiece sum);
-  void tell_sums();
-  void look_for_jams();
-  const std::byte* in_front(std::uint32_t outbox) const;
-  void tell_waits(std::uint32_t outbox);
-  std::optional<std::uint32_t> find(std::uint32_t rank, const std::byte* place) const;
-  std::vector<std::uint32_t> awaited_by(std::uint32_t rank, const std::byte* place) const;
-  void make_room(std::uint32_t rank, const std::byte* place);
-  MachineSums::Part part_to_sum(std::uint32_t part) const;
   void await(std::uint32_t part, const GradientPiece& piece);
-  Key to_come(std::uint32_t part, std::uint32_t member) const;
   std::vector<GradientPiece> addable(std::uint32_t part) const;
   std::unique_ptr<Job> begin(std::uint32_t part, std::vector<GradientPiece> pieces);
   void add(Job& job) const;
@@ -212,7 +186,6 @@ class GradientExchange final {
   Foundation& base_;
   Updates& updates_;
   const bool early_;  // updates begin in the backward: they get what is whole
-  const Collectors collectors_;
   Departures departures_;
   std::vector<Part> parts_;
   std::vector<std::uint32_t> first_part_;             // by parameter, and one more
@@ -222,15 +195,10 @@ class GradientExchange final {
   std::uint32_t window_ = 0;
   Progress progress_;
   bool meets_ = false;
-  std::vector<std::uint32_t> numbers_;  // by parameter: its gradients in this window
-  std::vector<std::uint32_t> pending_;  // parts with pieces that wait
-  std::uint32_t adding_ = 0;            // parts that are being added to
-  std::uint64_t added_ = 0;             // ... were
-  SumsToCome to_come_;
-  Key told_summed_ = 0;
-  Jams jams_;
-  std::vector<std::uint32_t> told_waits_;   // by outbox: of the jam with that number
-  std::optional<MachineSums> sums_;         // none: this machine has nothing to add up first
+  std::vector<std::uint32_t> numbers_;      // by parameter: its gradients in this window
+  std::vector<std::uint32_t> pending_;      // parts with pieces that wait
+  std::uint32_t adding_ = 0;                // parts that are being added to
+  std::uint64_t added_ = 0;                 // ... were
   std::unique_ptr<Crew<Job*, Job*>> crew_;  // last: its thread reads what is above
 };
 

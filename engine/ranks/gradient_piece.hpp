@@ -1,9 +1,9 @@
-// GradientPiece: what one rank, or one machine, adds to a part of a gradient, where who adds it up
-// reads it: in an outbox, or in memory of its own.
+// GradientPiece: what one rank adds to a part of a gradient, where its owner reads it: in an
+// outbox, or in memory of its own.
 //
 // Threads: values.
 //
-//   GradientPiece piece{.rank = 2, .member = 2, .key = key, .bytes = bytes, .dtype = dtype};
+//   GradientPiece piece{.rank = 2, .key = key, .bytes = bytes, .dtype = dtype};
 //   piece.keep(bytes);                        // its place in the outbox is free again
 //   double squares = add_pieces(kernels, sum, pieces, 0, count, GradMode::copy);
 #pragma once
@@ -23,12 +23,10 @@
 namespace strata {
 
 struct GradientPiece {
-  std::uint32_t rank = 0;    // whose outbox it lies in
-  std::uint32_t member = 0;  // its place among pieces of one key
+  std::uint32_t rank = 0;  // whose outbox it lies in
   GradientKey key = 0;
   const std::byte* bytes = nullptr;
   Dtype dtype = Dtype::bfloat16;
-  std::uint32_t gradients = 1;             // so many ranks' are in it
   bool lies_here = false;                  // in the outbox of this rank
   std::shared_ptr<std::byte[]> kept = {};  // a copy, where it lies in no outbox
 
@@ -38,13 +36,6 @@ struct GradientPiece {
     bytes = kept.get();
   }
 };
-
-// Returns kNoKey if there are none.
-inline GradientKey smallest_key(std::span<const GradientPiece> pieces) {
-  GradientKey least = kNoKey;
-  for (const GradientPiece& piece : pieces) least = std::min(least, piece.key);
-  return least;
-}
 
 // Adds elements [first, first + count) of the pieces, one after another, to float32 sums, as `mode`
 // says of the first. Neighbours of one dtype are added in one pass. Allocates

@@ -18,9 +18,9 @@ constexpr std::array<const char*, Hello::kFacts> kFactNames = {
     "another kind of device: all compute on GPUs, or none does",
     "other optimizers",
     "other pages or another way to store moments: budgets and page_size must be the same",
-    "another way to update, or another rank_gathers= or rank_sums=",
+    "another way to update",
 };
-constexpr std::uint64_t kFormat = 11;
+constexpr std::uint64_t kFormat = 12;
 
 std::uint64_t model_of(const Config& config) {
   Fingerprint of;
@@ -70,9 +70,7 @@ Hello hello_of(const Config& config, const SeatOffer& offer, std::size_t area_by
                 codes_of(config), std::uint64_t{config.device != "host"}, rules_of(config),
                 std::uint64_t{offer.page_bytes} << 8 |
                     static_cast<std::uint64_t>(config.moment_dtype),
-                std::uint64_t{config.max_staleness} << 10 |
-                    std::uint64_t{config.machine_sums} << 9 |
-                    std::uint64_t{config.coded_gathers} << 8 |
+                std::uint64_t{config.max_staleness} << 8 |
                     static_cast<std::uint64_t>(config.update) << 1 |
                     std::uint64_t{config.sums_ranks}},
       .memory_bytes = offer.memory.size(),

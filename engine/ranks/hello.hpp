@@ -24,7 +24,7 @@ struct Hello {
   std::array<std::uint64_t, kFacts> facts{};
   std::uint64_t memory_bytes = 0;
   std::uint64_t claimed_bytes = 0;  // of them
-  std::uint64_t area_bytes = 0;     // of rings and board; of ranks of this machine
+  std::uint64_t area_bytes = 0;     // of rings and board
 };
 
 Hello hello_of(const Config& config, const SeatOffer& offer, std::size_t area_bytes);

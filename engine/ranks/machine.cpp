@@ -1,6 +1,5 @@
 #include "engine/ranks/machine.hpp"
 
-#include <algorithm>
 #include <chrono>
 #include <string>
 #include <utility>
@@ -23,9 +22,9 @@ Seat seat_of(std::span<std::byte> area, std::uint32_t ranks, std::span<const std
 }
 
 // What a meeting opens: a folder and a socket; and for each other rank its connection, its process
-// (twice), and four that it sends.
+// (twice), and three that it sends.
 constexpr std::size_t kFilesToMeet = 2;
-constexpr std::size_t kFilesOfARank = 7;
+constexpr std::size_t kFilesOfARank = 6;
 
 // Whoever finds no room for what others send has let them wait for it in vain.
 void check_room_for_files(std::size_t others, const Doorbell& any) {
@@ -36,18 +35,6 @@ void check_room_for_files(std::size_t others, const Doorbell& any) {
 
 }  // namespace
 
-std::vector<std::uint32_t> ranks_with(const Config& config, std::uint32_t rank) {
-  std::vector<std::uint32_t> here;
-  for (std::uint32_t other = 0; other < config.ranks; ++other) {
-    if (config.machine(other) == config.machine(rank)) here.push_back(other);
-  }
-  return here;
-}
-
-std::vector<std::uint32_t> ranks_here(const Config& config) {
-  return ranks_with(config, config.rank);
-}
-
 std::vector<Seat> Machine::meet(const SeatOffer& offer) {
   STRATA_ASSERT(!own_ && offer.memory_file >= 0);
   // 1. What this rank shows.
@@ -56,40 +43,31 @@ std::vector<Seat> Machine::meet(const SeatOffer& offer) {
   own_.emplace("strata-board", bytes);
   own_->populate();
   const Hello hello = hello_of(config_, offer, bytes);
-  const std::vector<std::uint32_t> here = ranks_here(config_);
-  const auto place = std::find(here.begin(), here.end(), config_.rank) - here.begin();
   const Descriptor bell = offer.bell->duplicate();
-  std::vector<int> offered = {own_->descriptor(), offer.memory_file, bell.get()};
-  if (offer.device_file >= 0) offered.push_back(offer.device_file);  // whose device lends
-  check_room_for_files(here.size() - 1, *offer.bell);
+  const std::vector<int> offered = {own_->descriptor(), offer.memory_file, bell.get()};
+  check_room_for_files(config_.ranks - 1, *offer.bell);
   if (claimed_) std::exchange(claimed_, {})();
   // 2. All ranks come.
-  std::vector<Peer> peers;
-  if (here.size() > 1) {
-    std::vector<pid_t> pids;  // of those of this machine, where they are known
-    for (const std::uint32_t rank : here) {
-      if (!config_.ranks_pids.empty()) pids.push_back(config_.ranks_pids[rank]);
-    }
-    peers = strata::meet({.folder = config_.ranks_folder,
-                          .rank = static_cast<std::uint32_t>(place),
-                          .count = static_cast<std::uint32_t>(here.size()),
-                          .timeout = std::chrono::milliseconds(
-                              static_cast<std::int64_t>(config_.ranks_timeout_s * 1e3)),
-                          .hello = std::as_bytes(std::span(&hello, 1)),
-                          .descriptors = offered,
-                          .pids = pids});
-  }
+  std::vector<Peer> peers =
+      strata::meet({.folder = config_.ranks_folder,
+                    .rank = config_.rank,
+                    .count = config_.ranks,
+                    .timeout = std::chrono::milliseconds(
+                        static_cast<std::int64_t>(config_.ranks_timeout_s * 1e3)),
+                    .hello = std::as_bytes(std::span(&hello, 1)),
+                    .descriptors = offered,
+                    .pids = config_.ranks_pids});
   // 3. What they show.
   std::vector<Seat> seats(config_.ranks);
   seats[config_.rank] = seat_of(own_->bytes(), config_.ranks, offer.memory);
   areas_.reserve(peers.size());
   memories_.reserve(peers.size());
   for (Peer& peer : peers) {
-    const std::uint32_t rank = here[peer.rank];
+    const std::uint32_t rank = peer.rank;
     const Hello theirs = checked(peer.hello, rank, hello, config_.rank);
-    const std::size_t files = peer.descriptors.size();
-    if (theirs.area_bytes != bytes || files < 3 || files > 4 || theirs.memory_bytes == 0 ||
-        theirs.memory_bytes % kKernelPageBytes != 0 || theirs.claimed_bytes > theirs.memory_bytes) {
+    if (theirs.area_bytes != bytes || peer.descriptors.size() != offered.size() ||
+        theirs.memory_bytes == 0 || theirs.memory_bytes % kKernelPageBytes != 0 ||
+        theirs.claimed_bytes > theirs.memory_bytes) {
       refuse("rank " + std::to_string(rank) + " is damaged");
     }
     areas_.emplace_back(peer.descriptors[0].get(), bytes, Access::read_write);
@@ -99,19 +77,9 @@ std::vector<Seat> Machine::meet(const SeatOffer& offer) {
     seat = seat_of(areas_.back().writable(), config_.ranks, memories_.back().bytes());
     seat.claimed_bytes = theirs.claimed_bytes;
     seat.ring = [bell_of = bells_.back().get()] { bell_of->ring(); };
-    if (files == 4) {
-      device_files_.push_back(std::move(peer.descriptors[3]));
-      seat.device_file = device_files_.back().get();
-    }
     watch_.add(rank, std::move(peer.pidfd));
   }
   return seats;
-}
-
-std::vector<LostRank> Machine::lost() {
-  std::vector<LostRank> lost;
-  for (const std::uint32_t rank : watch_.died()) lost.push_back({.rank = rank});
-  return lost;
 }
 
 }  // namespace strata

@@ -1,6 +1,5 @@
 // Machine: ranks that are processes of one machine and one user. They meet in a folder, prove who
-// they are, and map each other's memory (memory/rendezvous.hpp). Ranks of other machines have no
-// seats here: see machines.hpp.
+// they are, and map each other's memory (memory/rendezvous.hpp).
 //
 // Threads: one caller at a time.
 //
@@ -17,15 +16,10 @@
 
 #include "engine/config.hpp"
 #include "engine/ranks/meeting.hpp"
-#include "memory/descriptor.hpp"
 #include "memory/peer_watch.hpp"
 #include "memory/shared_area.hpp"
 
 namespace strata {
-
-// Those of a rank's machine, in their order, that one among them; and of this rank's.
-std::vector<std::uint32_t> ranks_with(const Config& config, std::uint32_t rank);
-std::vector<std::uint32_t> ranks_here(const Config& config);
 
 class Machine final : public Meeting {
  public:
@@ -35,7 +29,7 @@ class Machine final : public Meeting {
       : config_(config), claimed_(std::move(claimed)) {}
 
   std::vector<Seat> meet(const SeatOffer& offer) override;
-  std::vector<LostRank> lost() override;
+  std::vector<std::uint32_t> lost() override { return watch_.died(); }
 
  private:
   const Config& config_;
@@ -44,7 +38,6 @@ class Machine final : public Meeting {
   std::vector<MappedArea> areas_;     // those of others
   std::vector<MappedArea> memories_;  // likewise, their host memory
   std::vector<std::unique_ptr<PeerBell>> bells_;
-  std::vector<Descriptor> device_files_;
   PeerWatch watch_;
 };
 

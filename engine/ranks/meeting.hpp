@@ -1,17 +1,15 @@
-// Meeting: how a rank finds the others, and hears that one has died. The real ones are Machine, and
-// Machines where there are several; in tests ranks are sessions of one process.
+// Meeting: how a rank finds the others, and hears that one has died. The real one is Machine; in
+// tests ranks are sessions of one process.
 //
 // Threads: one caller at a time.
 //
 //   std::vector<Seat> seats = meeting.meet({...what this rank shows...});
-//   for (const LostRank& lost : meeting.lost()) ...
-//   meeting.part();
+//   for (const std::uint32_t rank : meeting.lost()) ...
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 #include <span>
-#include <string>
 #include <vector>
 
 #include "memory/doorbell.hpp"
@@ -26,13 +24,6 @@ struct SeatOffer {
   Doorbell* bell = nullptr;
   std::size_t board_bytes = 0;
   std::size_t page_bytes = 0;
-  std::span<std::byte> relayed{};  // part of it, in pages: where those of other machines come to
-  int device_file = -1;            // by which other devices map the frames that this one lends
-};
-
-struct LostRank {
-  std::uint32_t rank = 0;
-  std::string how{};  // its connection broke; empty: its process has ended
 };
 
 class Meeting {
@@ -44,9 +35,7 @@ class Meeting {
   // or trains something else.
   virtual std::vector<Seat> meet(const SeatOffer& offer) = 0;
   // Ranks that have died since the last call, whatever ended them; one that is stopped has not.
-  virtual std::vector<LostRank> lost() = 0;
-  // What this rank has said goes on its way, and its memory is not read for others any more.
-  virtual void part() {}
+  virtual std::vector<std::uint32_t> lost() = 0;
 };
 
 }  // namespace strata

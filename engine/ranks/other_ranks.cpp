@@ -13,8 +13,6 @@
 namespace strata {
 namespace {
 
-// At a rank that takes no message.
-constexpr std::uint32_t kLooksMax = 3;
 constexpr const char* kAdvice =
     "its own output says why; start again from the newest snapshot or checkpoint";
 
@@ -32,27 +30,13 @@ std::string host_name() {
 }  // namespace
 
 bool OtherRanks::waits() const {
-  const bool relays = base_.relay && base_.relay->busy();
   return base_.remote->waits() || exchange_.waits() || exchange_.meets() || lender_.lends() ||
-         relays || said_bye_[base_.peers->rank()];
-}
-
-// A page that is relayed is awaited of its holder, as long as the relay takes what is said to it:
-// then it has asked for it, or has it soon.
-std::uint32_t OtherRanks::lender_awaited() {
-  const RemotePages::Source of = base_.remote->awaited();
-  if (of.asked == of.holder || of.asked == base_.peers->rank()) return of.holder;
-  if (base_.peers->taken(of.asked)) {
-    untaken_looks_ = 0;
-    base_.peers->send(of.asked, {.kind = PeerMessage::Kind::alive});
-    return of.holder;
-  }
-  return ++untaken_looks_ > kLooksMax ? of.asked : of.holder;
+         said_bye_[base_.peers->rank()];
 }
 
 std::optional<std::uint32_t> OtherRanks::awaited(bool in_call) {
   if (const auto late = sums_.late()) return late;
-  if (base_.remote->waits()) return lender_awaited();
+  if (base_.remote->waits()) return base_.remote->awaited();
   if (said_bye_[base_.peers->rank()]) return staying();
   if (exchange_.meets()) return exchange_.awaited();
   if (in_call && exchange_.waits()) return exchange_.slowest();
@@ -86,10 +70,7 @@ bool OtherRanks::heed_deaths() {
     if (said_bye_[rank]) {
       fail(rank, has_ended(rank));
     } else {
-      const std::string& how = how_[rank];
-      fail_where(rank,
-                 " has died" + (how.empty() ? "" : ", or cannot be reached any more (" + how + ")"),
-                 kAdvice);
+      fail_where(rank, " has died", kAdvice);
     }
     return true;
   }
@@ -154,11 +135,8 @@ void OtherRanks::leave(Lock& lock) {
 
 bool OtherRanks::turn() {
   // Who has died says nothing more: its death is looked at first, and its last words then.
-  const std::vector<LostRank> lost = base_.meeting->lost();
-  for (const LostRank& of : lost) {
-    died_[of.rank] = true;
-    how_[of.rank] = of.how;
-  }
+  const std::vector<std::uint32_t> lost = base_.meeting->lost();
+  for (const std::uint32_t rank : lost) died_[rank] = true;
   if (heed_ways()) return true;
   bool moved = base_.peers->flush();
   while (const auto received = base_.peers->receive()) {
@@ -177,16 +155,7 @@ bool OtherRanks::turn() {
          "what rank " + std::to_string(*damaged) + " and this one say to each other is damaged");
     return true;
   }
-  for (const LostRank& of : lost) {
-    lender_.forget(of.rank);
-    dead_.push_back(of.rank);
-  }
-  // The relay has other pages in their places soon.
-  std::erase_if(dead_, [this](std::uint32_t rank) {
-    if (lender_.copies_for(rank)) return false;
-    if (base_.relay) base_.relay->forget(rank, true);
-    return true;
-  });
+  for (const std::uint32_t rank : lost) lender_.forget(rank);
   if (heed_deaths() || heed_writes()) return true;
   moved |= lender_.turn();
   return exchange_.turn() || moved;
@@ -207,12 +176,10 @@ void OtherRanks::fail(std::uint32_t cause, std::string what) {
   base_.gate.fail({.fault = Fault::cancelled, .what = std::move(what)});
 }
 
-// Of a rank that trains no more: with its machine, the step, and the unit that it was in last.
+// Names a rank that trains no more, with the step and the unit that it was in last.
 void OtherRanks::fail_where(std::uint32_t cause, std::string what, const std::string& advice) {
   const Whereabouts::Place place = base_.whereabouts->of(cause);
-  const std::string machine = base_.config.machine(cause);
-  what =
-      "rank " + std::to_string(cause) + what + ", on " + (machine.empty() ? host_name() : machine);
+  what = "rank " + std::to_string(cause) + what + ", on " + host_name();
   if (index(place.unit) < base_.layout.units.size()) {
     what += " in step " + std::to_string(place.steps + 1) + " since strata.wrap(), last in the " +
             (place.backward ? "backward" : "forward") + " of " + base_.names.of(place.unit);
@@ -257,10 +224,6 @@ void OtherRanks::give_up(std::uint32_t rank, double seconds) {
 
 bool OtherRanks::take_grant(std::uint32_t from, const PeerMessage& grant) {
   if (grant.what >= base_.layout.page_count || grant.at % kKernelPageBytes != 0) return false;
-  if (grant.window != 0) return base_.relay && base_.relay->came(from, grant);
-  // Who holds it has answered, too, where another rank relays it.
-  const std::uint32_t holder = base_.page_ranks.holders[grant.what];
-  if (holder != from && grant.bytes != 0) ++messages_[holder];
   return base_.remote->answered(from, grant, base_.layout.page_bytes);
 }
 
@@ -301,26 +264,13 @@ bool OtherRanks::take(const Peers::Received& received) {
     case PeerMessage::Kind::bye:
       said_bye_[from] = true;
       exchange_.rank_left(from);
-      if (base_.relay) base_.relay->forget(from, false);
       return true;
     case PeerMessage::Kind::failed:
       if (message.what >= died_.size()) return false;
       heed_failure(from, message);
       return true;
-    case PeerMessage::Kind::jammed:
-      return exchange_.jammed(from, message);
-    case PeerMessage::Kind::waits:
-      return exchange_.waits_there(message);
-    case PeerMessage::Kind::summed:
-      return exchange_.summed(from, message);
     case PeerMessage::Kind::grown:
       return take_growth(from, message.at);
-    case PeerMessage::Kind::place:
-      return message.what < base_.layout.units.size() && base_.whereabouts->came(from, message);
-    case PeerMessage::Kind::scales:
-      return message.what < base_.layout.page_count;  // they lie where they are read
-    case PeerMessage::Kind::board:
-      return base_.peers->take_board(from, message.at, message.bytes);
   }
   return false;
 }

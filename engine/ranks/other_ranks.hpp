@@ -31,7 +31,6 @@ class OtherRanks final {
         lender_(std::move(lender)),
         said_bye_(base.peers->count(), false),
         died_(base.peers->count(), false),
-        how_(base.peers->count()),
         messages_(base.peers->count(), 0),
         cause_(base.peers->rank()) {}
 
@@ -51,7 +50,6 @@ class OtherRanks final {
   // Something is under way that another rank has to do: it may take as long as it likes.
   bool waits() const;
   // Whom a call of this rank waits for. `in_call`: one is under way that is part of a step.
-  // To be asked once in a while: one that relays a page is named when it takes no message any more.
   std::optional<std::uint32_t> awaited(bool in_call);
   // Messages of that rank so far: a wait in which some come is not one wait.
   std::uint64_t heard_from(std::uint32_t rank) const { return messages_[rank]; }
@@ -67,7 +65,6 @@ class OtherRanks final {
   bool take(const Peers::Received& received) STRATA_REQUIRES(core_lock);
   bool take_growth(std::uint32_t from, std::uint64_t claimed_bytes) STRATA_REQUIRES(core_lock);
   bool take_grant(std::uint32_t from, const PeerMessage& grant);
-  std::uint32_t lender_awaited();
   // A rank that trains on; none: all have left.
   std::optional<std::uint32_t> staying() const;
   bool heard() const;
@@ -85,12 +82,9 @@ class OtherRanks final {
   EarlyUnits* early_;
   Lender lender_;
   std::vector<bool> said_bye_;           // by rank
-  std::vector<std::uint32_t> dead_;      // and not forgotten by the relay yet
   std::vector<bool> died_;               // likewise
-  std::vector<std::string> how_;         // likewise, of those of other machines: what broke
   std::vector<std::uint64_t> messages_;  // likewise: that came
   std::uint32_t cause_;                  // of the failure: the rank that began it
-  std::uint32_t untaken_looks_ = 0;      // at a rank that relays what is awaited
   bool gave_up_ = false;                 // likewise: it was waited for for too long
   bool told_failure_ = false;
 };

@@ -27,8 +27,6 @@ class Outbox final {
   bool give_back(std::uint32_t rank, const std::byte* place);
   bool holds_for(std::uint32_t rank) const;
   bool empty() const { return places_.empty(); }
-  // The oldest place; null: none is taken.
-  const std::byte* front() const { return empty() ? nullptr : base_ + places_.front().at; }
 
  private:
   struct Taken {

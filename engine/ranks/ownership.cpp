@@ -1,9 +1,7 @@
 #include "engine/ranks/ownership.hpp"
 
 #include <algorithm>
-#include <numeric>
 
-#include "engine/ranks/machine.hpp"
 #include "memory/check.hpp"
 
 namespace strata {
@@ -29,12 +27,11 @@ std::uint64_t scale_pages(const Layout& layout, const Ownership& owns) {
   return 1 + owns.scale_bytes / (layout.page_bytes - largest);
 }
 
-// Gives out the chunks that train, or those that are frozen, to some ranks.
-void give_out(const Layout& layout, bool trained, const std::vector<std::uint32_t>& takers,
+// Gives out the chunks that train, or those that are frozen.
+void give_out(const Layout& layout, bool trained, std::uint32_t ranks,
               std::vector<std::uint32_t>& owners) {
-  const auto count = static_cast<std::int64_t>(takers.size());
-  // By taker: pages times `count` that it may still take. They add up to zero between units.
-  std::vector<std::int64_t> left(takers.size(), 0);
+  // By rank: pages times `ranks` that it may still take. They add up to zero between units.
+  std::vector<std::int64_t> left(ranks, 0);
   for (const UnitLayout& unit : layout.units) {
     std::vector<std::uint32_t> chunks;
     std::int64_t total = 0;
@@ -47,29 +44,26 @@ void give_out(const Layout& layout, bool trained, const std::vector<std::uint32_
     for (std::int64_t& share : left) share += total;
     auto taker = left.begin();
     for (const std::uint32_t id : chunks) {
-      const std::int64_t pages = layout.chunks[id].pages() * count;
+      const std::int64_t pages = layout.chunks[id].pages() * std::int64_t{ranks};
       // Whoever lacks at least half of it takes it, or else who lacks the most.
       const auto found =
           std::find_if(taker, left.end(), [pages](std::int64_t its) { return its * 2 >= pages; });
       taker = found == left.end() ? std::max_element(taker, left.end()) : found;
       *taker -= pages;
-      owners[id] = takers[static_cast<std::size_t>(taker - left.begin())];
+      owners[id] = static_cast<std::uint32_t>(taker - left.begin());
     }
   }
 }
 
 }  // namespace
 
-Ownership share_chunks(const Layout& layout, std::uint32_t rank, std::uint32_t ranks,
-                       const std::vector<std::uint32_t>& here) {
+Ownership share_chunks(const Layout& layout, std::uint32_t rank, std::uint32_t ranks) {
   STRATA_ASSERT(rank < ranks);
   Ownership owns{.rank = rank, .owners = {}};
   if (ranks > 1) {
-    std::vector<std::uint32_t> all(ranks);
-    std::iota(all.begin(), all.end(), 0);
     owns.owners.assign(layout.chunks.size(), 0);
-    give_out(layout, true, all, owns.owners);
-    give_out(layout, false, here.empty() ? all : here, owns.owners);
+    give_out(layout, true, ranks, owns.owners);
+    give_out(layout, false, ranks, owns.owners);
   }
   place_scales(layout, ranks, owns);
   return owns;
@@ -80,7 +74,7 @@ Ownership ownership_of(const Config& config, const Layout& layout) {
 }
 
 Ownership ownership_of(const Config& config, const Layout& layout, std::uint32_t rank) {
-  return share_chunks(layout, rank, config.ranks, ranks_with(config, rank));
+  return share_chunks(layout, rank, config.ranks);
 }
 
 std::vector<OwnedRun> owned_runs(const Layout& layout, const Ownership& owns, std::uint32_t param) {

@@ -1,9 +1,7 @@
 // Ownership: which rank holds a chunk: its parameters, residual, moments and summed gradient. Every
-// chunk that trains belongs to one rank, and so its state is held once, however many ranks compute
-// with it (ZeRO-3). What is frozen belongs to the machine: each has all of it, shared out among its
-// ranks, and none of it crosses to another one in training. A pure function of layout, ranks and
-// their machines: nothing is padded, and whatever is stored by parameter, role and element loads
-// under any number of ranks.
+// chunk belongs to one rank, and so its state is held once, however many ranks compute with it
+// (ZeRO-3). A pure function of layout and ranks: nothing is padded, and whatever is stored by
+// parameter, role and element loads under any number of ranks.
 //
 // Threads: values.
 //
@@ -39,12 +37,10 @@ struct Ownership {
 };
 
 // The chunks of a unit that train go to the ranks in contiguous ranges, so that each of them brings
-// a part of every unit that is larger than a few pages; and so do those that are frozen, to the
-// ranks of a machine. Pages are counted, of all roles: what one rank has too much of in a unit, it
-// gets less of in the next ones. `here`: the ranks of this one's machine, in order; empty: all.
+// a part of every unit that is larger than a few pages; and so do those that are frozen. Pages are
+// counted, of all roles: what one rank has too much of in a unit, it gets less of in the next ones.
 // REQUIRES: rank < ranks.
-Ownership share_chunks(const Layout& layout, std::uint32_t rank, std::uint32_t ranks,
-                       const std::vector<std::uint32_t>& here = {});
+Ownership share_chunks(const Layout& layout, std::uint32_t rank, std::uint32_t ranks);
 // Of the rank that the configuration is of; or as another one of its run sees it.
 Ownership ownership_of(const Config& config, const Layout& layout);
 Ownership ownership_of(const Config& config, const Layout& layout, std::uint32_t rank);

@@ -1,5 +1,5 @@
-// Whereabouts: how far each rank has come, which it writes on its own board, and tells ranks of
-// other machines, so that the others can say of one that has died where it was.
+// Whereabouts: how far each rank has come, which it writes on its own board, so that the others can
+// say of one that has died where it was.
 //
 // Threads: one caller at a time (the core's lock); the boards of others are written meanwhile.
 //
@@ -37,25 +37,10 @@ class Whereabouts final {
   }
 
   void enter(UnitId unit, bool backward) {
-    Words& mine = words(peers_.rank());
-    mine.visit.store(visit_of(unit, backward), std::memory_order_relaxed);
-    const std::uint64_t steps = mine.steps.load(std::memory_order_relaxed);
-    peers_.send_far({.kind = PeerMessage::Kind::place,
-                     .what = index(unit),
-                     .part = std::uint32_t{backward},
-                     .step = static_cast<std::int64_t>(steps)});
+    words(peers_.rank()).visit.store(visit_of(unit, backward), std::memory_order_relaxed);
   }
   void end_step(std::uint64_t steps) {
     words(peers_.rank()).steps.store(steps, std::memory_order_relaxed);
-  }
-  // A rank of another machine says so; its board here is this one's to write. False: it cannot be.
-  bool came(std::uint32_t from, const PeerMessage& message) {
-    if (message.part > 1 || message.step < 0) return false;
-    Words& theirs = words(from);
-    theirs.visit.store(visit_of(UnitId{message.what}, message.part != 0),
-                       std::memory_order_relaxed);
-    theirs.steps.store(static_cast<std::uint64_t>(message.step), std::memory_order_relaxed);
-    return true;
   }
   Place of(std::uint32_t rank) const {
     const Words& theirs = words(rank);

@@ -156,18 +156,9 @@ int CudaCopies::move(const CopyRequest& request, CudaStream stream) {
     STRATA_ASSERT(request.compute.submit != nullptr);
     return request.compute.submit(request.compute.how, request.from, request.to, stream);
   }
-  auto copy = &CudaDriver::copy_in;
-  if (request.stream == CopyStream::out)
-    copy = &CudaDriver::copy_out;
-  else if (is_on_device(request.from))
-    copy = &CudaDriver::copy_across;
+  const auto copy =
+      request.stream == CopyStream::out ? &CudaDriver::copy_out : &CudaDriver::copy_in;
   return device_.call(copy, request.to, request.from, request.bytes, stream);
-}
-
-bool CudaCopies::is_on_device(const std::byte* at) const {
-  return std::ranges::any_of(on_devices_, [at](std::span<const std::byte> addresses) {
-    return overlap(addresses.data(), addresses.size(), at, 1);
-  });
 }
 
 // The last copy of the other queue that reads what this one writes, or writes what it touches.

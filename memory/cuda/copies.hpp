@@ -30,12 +30,11 @@ static_assert(kPinnedPieceBytes % kPageBytesMax == 0);
 
 // Note [Copy streams]
 // A bus carries bytes both ways at once, so there is a stream for each direction. Upwards there are
-// two: what waits for memory of the caller, and pages of parameters, which would wait with it. What
-// is copied within the device uses no bus, and would wait for what does: where the device lends
-// pages there is a fourth one. The port promises an order between them all the same: a copy waits
-// for those of other streams that touch the same bytes, which an event does on the device. There
-// are no more streams than these, because the hardware has few queues (8 unless
-// CUDA_DEVICE_MAX_CONNECTIONS says otherwise) and streams that share one wait for each other.
+// two: what waits for memory of the caller, and pages of parameters, which would wait with it. The
+// port promises an order between them all the same: a copy waits for those of other streams that
+// touch the same bytes, which an event does on the device. There are no more streams than these,
+// because the hardware has few queues (8 unless CUDA_DEVICE_MAX_CONNECTIONS says otherwise) and
+// streams that share one wait for each other.
 
 // Note [Marks of a stream]
 // Marks of one stream come about in their order, so poll() asks for the first of each stream. Those
@@ -68,12 +67,6 @@ class CudaCopies final : public CopyEngine {
   CudaCopies& operator=(const CudaCopies&) = delete;
 
   CudaDevice& device() { return device_; }
-  // That of what is copied within the device: 0, or why there is none. Once, before the first such
-  // copy. REQUIRES: a Current of the device.
-  int make_inside_stream() { return make_stream(CopyStream::inside); }
-  // These addresses are memory of a device, of this one or another: what is copied from there
-  // crosses no host memory.
-  void add_device_memory(std::span<const std::byte> addresses) { on_devices_.push_back(addresses); }
   std::size_t pinned_piece_bytes() const { return pinned_piece_bytes_; }
 
   // Memory that is not pinned is copied as well, by the driver, which may then wait for the copies
@@ -122,7 +115,6 @@ class CudaCopies final : public CopyEngine {
   int enqueue(Queue& queue, const CopyRequest& request,
               std::array<CudaEvent, kCopyStreamCount> after);
   int move(const CopyRequest& request, CudaStream stream);
-  bool is_on_device(const std::byte* at) const;
   static CudaEvent conflict(const Queue& other, const Copy& copy);
   std::deque<Mark>& marks_of(Stream stream);
   int signal(CudaStream stream, CudaEvent& event);
@@ -147,7 +139,6 @@ class CudaCopies final : public CopyEngine {
   Registered pinned_;
   std::size_t given_bytes_ = 0;     // of host memory to be pinned
   std::vector<Registered> others_;  // of other processes
-  std::vector<std::span<const std::byte>> on_devices_;
   std::uint64_t last_ = 0;
   bool news_ = false;                     // something was found finished since the last poll()
   std::uint64_t lost_from_ = UINT64_MAX;  // tickets from here on failed

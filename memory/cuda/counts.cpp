@@ -36,8 +36,6 @@ CudaDriver CountedDriver::table() {
   forward<&CudaDriver::address_free>(table);
   forward<&CudaDriver::memory_create>(table);
   forward<&CudaDriver::memory_release>(table);
-  forward<&CudaDriver::memory_share>(table);
-  forward<&CudaDriver::memory_open>(table);
   forward<&CudaDriver::map, &DriverCounts::map>(table);
   forward<&CudaDriver::unmap, &DriverCounts::unmap>(table);
   forward<&CudaDriver::set_access, &DriverCounts::set_access>(table);
@@ -54,7 +52,6 @@ CudaDriver CountedDriver::table() {
   forward<&CudaDriver::event_synchronize, &DriverCounts::event_synchronize>(table);
   forward<&CudaDriver::copy_in>(table);
   forward<&CudaDriver::copy_out>(table);
-  forward<&CudaDriver::copy_across>(table);
   return table;
 }
 

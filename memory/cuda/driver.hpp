@@ -71,10 +71,6 @@ struct CudaDriver {
   int (*address_free)(void* self, std::byte* range, std::size_t bytes);
   int (*memory_create)(void* self, int ordinal, std::size_t bytes, CudaMemory* memory);
   int (*memory_release)(void* self, CudaMemory memory);
-  // Memory that other processes of this machine may map, too. The file stands for it, and is the
-  // caller's: who opens it there has a handle to the same memory, which it releases likewise.
-  int (*memory_share)(void* self, int ordinal, std::size_t bytes, CudaMemory* memory, int* file);
-  int (*memory_open)(void* self, int file, CudaMemory* memory);
   int (*map)(void* self, std::byte* at, std::size_t bytes, CudaMemory memory);
   int (*unmap)(void* self, std::byte* at, std::size_t bytes);
   int (*set_access)(void* self, int ordinal, std::byte* at, std::size_t bytes);
@@ -98,9 +94,6 @@ struct CudaDriver {
                  CudaStream stream);
   int (*copy_out)(void* self, std::byte* host, const std::byte* device, std::size_t bytes,
                   CudaStream stream);
-  // Both in memory of devices, of one or of two.
-  int (*copy_across)(void* self, std::byte* to, const std::byte* from, std::size_t bytes,
-                     CudaStream stream);
 };
 
 // What the library says when it is asked to fill the table.

@@ -72,8 +72,6 @@ struct Entries {
   STRATA_CUDA_ENTRY(address_free, cuMemAddressFree);
   STRATA_CUDA_ENTRY(memory_create, cuMemCreate);
   STRATA_CUDA_ENTRY(memory_release, cuMemRelease);
-  STRATA_CUDA_ENTRY(memory_export, cuMemExportToShareableHandle);
-  STRATA_CUDA_ENTRY(memory_import, cuMemImportFromShareableHandle);
   STRATA_CUDA_ENTRY(map, cuMemMap);
   STRATA_CUDA_ENTRY(unmap, cuMemUnmap);
   STRATA_CUDA_ENTRY(set_access, cuMemSetAccess);
@@ -90,7 +88,6 @@ struct Entries {
   STRATA_CUDA_ENTRY(event_synchronize, cuEventSynchronize);
   STRATA_CUDA_ENTRY(copy_in, cuMemcpyHtoDAsync);
   STRATA_CUDA_ENTRY(copy_out, cuMemcpyDtoHAsync);
-  STRATA_CUDA_ENTRY(copy_across, cuMemcpyDtoDAsync);
 };
 #undef STRATA_CUDA_ENTRY
 
@@ -154,31 +151,6 @@ int device_facts(void* self, int ordinal, CudaFacts* facts) {
     const CUmemAllocationProp prop = memory_on(ordinal);
     failed = e.granularity(&facts->granularity, &prop, CU_MEM_ALLOC_GRANULARITY_MINIMUM);
   }
-  return failed;
-}
-
-// By what stands for memory that processes share.
-constexpr CUmemAllocationHandleType kFile = CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
-
-int memory_share(void* self, int ordinal, std::size_t bytes, CudaMemory* memory, int* file) {
-  const Entries& e = entries(self);
-  CUmemAllocationProp prop = memory_on(ordinal);
-  prop.requestedHandleTypes = kFile;
-  CUmemGenericAllocationHandle handle = 0;
-  CUresult failed = e.memory_create(&handle, bytes, &prop, 0);
-  if (failed != CUDA_SUCCESS) return failed;
-  failed = e.memory_export(file, handle, kFile, 0);
-  if (failed != CUDA_SUCCESS) e.memory_release(handle);
-  *memory = handle;
-  return failed;
-}
-
-int memory_open(void* self, int file, CudaMemory* memory) {
-  CUmemGenericAllocationHandle handle = 0;
-  // NOLINTNEXTLINE(performance-no-int-to-ptr): the driver takes the number itself
-  void* const by = reinterpret_cast<void*>(static_cast<std::uintptr_t>(file));
-  const CUresult failed = entries(self).memory_import(&handle, by, kFile);
-  *memory = handle;
   return failed;
 }
 
@@ -253,8 +225,6 @@ void fill_memory(CudaDriver& driver) {
     return failed;
   };
   forward<&Entries::memory_release>(driver.memory_release);
-  driver.memory_share = memory_share;
-  driver.memory_open = memory_open;
   driver.map = [](void* self, std::byte* at, std::size_t bytes, CudaMemory memory) -> int {
     return entries(self).map(address(at), bytes, 0, memory, 0);
   };
@@ -289,7 +259,6 @@ void fill_streams(CudaDriver& driver) {
   forward<&Entries::event_synchronize>(driver.event_synchronize);
   forward<&Entries::copy_in>(driver.copy_in);
   forward<&Entries::copy_out>(driver.copy_out);
-  forward<&Entries::copy_across>(driver.copy_across);
 }
 
 // What there is on this machine: looked up once, the same for whoever asks.

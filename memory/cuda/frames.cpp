@@ -10,7 +10,6 @@ namespace strata {
 CudaFrames::~CudaFrames() {
   const CudaDevice::Current current(device_);
   copies_.finish_all();
-  for (const Beside& beside : beside_) drop(beside);
   while (!views_.empty()) forget(views_.begin());
   beyond_.insert(beyond_.begin(), frames_.begin(), frames_.end());
   frames_.clear();
@@ -37,7 +36,6 @@ std::optional<Error> CudaFrames::claim(std::size_t frame_count, std::size_t page
     base_ = nullptr;
     return device_.refused("reserve addresses", failed, base_bytes_);
   }
-  copies_.add_device_memory({base_, base_bytes_});
   if (auto error = add_memory(frame_count)) return error;
   set_frames(frame_count);
   return std::nullopt;
@@ -235,72 +233,6 @@ std::optional<Error> CudaFrames::open(std::byte* view, std::span<const ViewPage>
     }
   }
   return std::nullopt;
-}
-
-SharedMemory CudaFrames::share(std::size_t bytes) {
-  STRATA_ASSERT(base_ != nullptr && bytes % page_bytes_ == 0 && !shared_file_.open());
-  const CudaDevice::Current current(device_);
-  if (const int failed = copies_.make_inside_stream()) {
-    gave_nothing("make a stream", failed);
-    return {};
-  }
-  CudaMemory memory{};
-  int file = -1;
-  if (const int failed =
-          device_.call(&CudaDriver::memory_share, device_.ordinal(), bytes, &memory, &file)) {
-    gave_nothing("make memory that other processes may map", failed);
-    return {};
-  }
-  shared_file_ = Descriptor(file);
-  ::fcntl(file, F_SETFD, FD_CLOEXEC);
-  const std::span<std::byte> shared = place({.memory = memory, .bytes = bytes});
-  if (shared.empty()) shared_file_ = Descriptor();  // it would keep the memory
-  return {.bytes = shared, .file = shared_file_.get()};
-}
-
-std::span<const std::byte> CudaFrames::see(int file, std::size_t bytes) {
-  STRATA_ASSERT(base_ != nullptr && file >= 0);
-  const CudaDevice::Current current(device_);
-  CudaMemory memory{};
-  if (const int failed = device_.call(&CudaDriver::memory_open, file, &memory)) {
-    gave_nothing("open memory of another device", failed);
-    return {};
-  }
-  return place({.memory = memory, .bytes = bytes});
-}
-
-// Maps it for the device, for good. Empty: it is given back, and why_not_shared() says why.
-std::span<std::byte> CudaFrames::place(Beside beside) {
-  const char* what = "reserve addresses for memory that is shared";
-  int failed = device_.call(&CudaDriver::address_reserve, beside.bytes, &beside.at);
-  beside.reserved = failed == kCudaSuccess;
-  if (failed == kCudaSuccess) {
-    what = "map memory that is shared";
-    failed = device_.call(&CudaDriver::map, beside.at, beside.bytes, beside.memory);
-    beside.mapped = failed == kCudaSuccess;
-  }
-  if (failed == kCudaSuccess) {
-    failed = device_.call(&CudaDriver::set_access, device_.ordinal(), beside.at, beside.bytes);
-  }
-  if (failed != kCudaSuccess) {
-    drop(beside);
-    gave_nothing(what, failed);
-    return {};
-  }
-  copies_.add_device_memory({beside.at, beside.bytes});
-  beside_.push_back(beside);
-  return {beside.at, beside.bytes};
-}
-
-// The session does without.
-void CudaFrames::gave_nothing(const char* what, int result) {
-  why_not_shared_ = device_.name() + " cannot " + what + ": " + device_.text(result);
-}
-
-void CudaFrames::drop(const Beside& beside) {
-  if (beside.mapped) device_.call_anyway(&CudaDriver::unmap, beside.at, beside.bytes);
-  if (beside.reserved) device_.call_anyway(&CudaDriver::address_free, beside.at, beside.bytes);
-  device_.call_anyway(&CudaDriver::memory_release, beside.memory);
 }
 
 void CudaFrames::hide(std::byte* view, std::span<const ViewPage> pages) {

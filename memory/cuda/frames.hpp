@@ -17,7 +17,6 @@
 
 #include "memory/cuda/copies.hpp"
 #include "memory/cuda/device.hpp"
-#include "memory/descriptor.hpp"
 #include "memory/device.hpp"
 #include "memory/units.hpp"
 
@@ -35,11 +34,6 @@ namespace strata {
 // the size. So it is set once for a stretch of a view, when all of its pages are mapped; pages in
 // between that stay as they are do no harm.
 
-// Note [Beside the frames]
-// What devices of other processes copy from is one piece of memory: a handle that was made to be
-// shared can be passed on as a file, and no frame is, since each would need a file of its own. Who
-// has opened the file keeps the memory, also when the process that shared it has ended.
-//
 // Invariants:
 //   1. Frame i of frames_ is mapped at address(i), readable and writable; nothing is behind others.
 //   2. views_[v].shown[p] is the frame that map_pages() named last. It is mapped there while it is
@@ -65,18 +59,8 @@ class CudaFrames final : public DeviceMemory {
   std::byte* reserve(std::size_t bytes) override;
   void release(std::byte* view, std::size_t bytes) override;
   std::optional<Error> map_pages(std::byte* view, std::span<const ViewPage> pages) override;
-  SharedMemory share(std::size_t bytes) override;
-  std::span<const std::byte> see(int file, std::size_t bytes) override;
-  std::string why_not_shared() const override { return why_not_shared_; }
 
  private:
-  // Memory beside frames: shared by this process, or by another one.
-  struct Beside {
-    CudaMemory memory{};
-    std::size_t bytes = 0;
-    std::byte* at = nullptr;
-    bool reserved = false, mapped = false;  // there
-  };
   using Views = std::map<std::byte*, std::vector<FrameId>>;  // shown, by page; kNoFrame: none
 
   std::size_t claimed_frames() const { return frames_.size() + beyond_.size(); }
@@ -90,9 +74,6 @@ class CudaFrames final : public DeviceMemory {
   void hide(std::byte* view, std::span<const ViewPage> pages);
   void forget(Views::iterator view);
   bool exists(FrameId frame) const { return index(frame) < frames_.size(); }
-  std::span<std::byte> place(Beside beside);
-  void gave_nothing(const char* what, int result);
-  void drop(const Beside& beside);
 
   CudaCopies& copies_;
   CudaDevice& device_;
@@ -102,9 +83,6 @@ class CudaFrames final : public DeviceMemory {
   std::vector<CudaMemory> frames_;  // that there are
   std::vector<CudaMemory> beyond_;  // what is claimed behind them, mapped at its place
   Views views_;
-  std::vector<Beside> beside_;
-  Descriptor shared_file_;
-  std::string why_not_shared_;
 };
 
 // Both ports of a GPU. Throws StrataError: why it cannot be used. REQUIRES: bell outlives it.

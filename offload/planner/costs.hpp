@@ -28,7 +28,6 @@ using PerLane = std::array<T, kLaneCount>;
 struct Costs {
   double compute_scale = 1.0;      // seconds of computation here per second in the trace
   double upload_bytes_s = 0.0;     // host → device
-  double peer_bytes_s = 0.0;       // device of another rank → device; 0: its pages come from host
   double download_bytes_s = 0.0;   // device → host: swapped activations, and gradients
   double read_bytes_s = 0.0;       // SSD → host
   double write_bytes_s = 0.0;      // host → SSD

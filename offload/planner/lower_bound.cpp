@@ -73,7 +73,6 @@ class Spared final {
 // In bytes, and elements.
 struct MustMove {
   std::uint64_t up = 0, down = 0, read = 0, written = 0, elements = 0;
-  std::uint64_t up_lent = 0;  // of `up`, at most: from other devices, where they lend
   // Of these, in the forward.
   std::uint64_t forward_read = 0, forward_written = 0, forward_elements = 0;
 };
@@ -89,7 +88,6 @@ MustMove must_move(const Trace& trace, const Budgets& budgets, const Wishes& wis
   }
   std::uint64_t trained = 0, frozen = 0, both = 0, changing = 0, first = 0, renewed = 0;
   std::uint64_t frozen_held = 0, both_held = 0;  // by this rank
-  std::uint64_t trained_lent = 0, frozen_lent = 0, both_lent = 0;
   std::uint64_t device = budgets.device_bytes, may_rest = 0;
   Spared down, up;
   MustMove moves;
@@ -107,16 +105,13 @@ MustMove must_move(const Trace& trace, const Budgets& budgets, const Wishes& wis
     if (forward[u] && again[u]) {
       both += unit.resting_param_bytes();
       both_held += unit.held_param_bytes();
-      both_lent += unit.lent_param_bytes;
     }
     if (unit.grad_bytes == 0) {
       frozen += unit.resting_param_bytes();
       frozen_held += unit.held_param_bytes();
-      frozen_lent += unit.lent_param_bytes;
       continue;
     }
     trained += unit.resting_param_bytes();
-    trained_lent += unit.lent_param_bytes;
     changing += budgets.resting(unit);
     moves.down += unit.grad_bytes;
     moves.elements += unit.held_elements();
@@ -137,9 +132,6 @@ MustMove must_move(const Trace& trace, const Budgets& budgets, const Wishes& wis
   STRATA_ASSERT(up_spared <= trained);
   moves.down -= down_spared;
   moves.up = trained - up_spared + beyond(frozen, device) + beyond(both, device);
-  moves.up_lent = trained_lent + std::min(frozen_lent, beyond(frozen, device)) +
-                  std::min(both_lent, beyond(both, device));
-  STRATA_ASSERT(moves.up_lent <= moves.up);
   const std::uint64_t rests = std::min(may_rest, changing);
   moves.read = beyond(changing - rests + beyond(frozen_held, device - rests), host) +
                beyond(both_held, device + host);
@@ -227,10 +219,6 @@ Bound lower_bound(const Trace& trace, const Costs& machine, const Budgets& budge
   bound.lane_work[index(Lane::compute)] = traced;
   work[index(Lane::compute)] = computed;
   set(Lane::upload, moves.up, costs.upload_bytes_s);
-  if (costs.peer_bytes_s > costs.upload_bytes_s) {
-    work[index(Lane::upload)] = seconds_for(moves.up - moves.up_lent, costs.upload_bytes_s) +
-                                seconds_for(moves.up_lent, costs.peer_bytes_s);
-  }
   set(Lane::download, moves.down, costs.download_bytes_s);
   set(Lane::read, moves.read, costs.read_bytes_s);
   set(Lane::write, moves.written, costs.write_bytes_s);

@@ -119,8 +119,6 @@ void Attempt::choose_host() {
   if (frames >= everything) {
     allotment.buffer_frames +=
         static_cast<std::uint32_t>(std::min(buffers_more, frames - everything));
-    allotment.relay_frames = static_cast<std::uint32_t>(std::min<std::size_t>(
-        holding.relay_wanted, frames - (below + set_aside(allotment) + beside)));
     allotment.staging_frames = static_cast<std::uint32_t>(beside);
     allotment.host_frames = static_cast<std::uint32_t>(below + set_aside(allotment) + beside);
     place_pages(holding, allotment, below);
@@ -133,8 +131,6 @@ void Attempt::choose_host() {
   allotment.buffer_frames = static_cast<std::uint32_t>(
       std::clamp(frames / 4, holding.buffers_least,
                  std::min(holding.buffers_wanted, holding.buffers_least + (frames - least))));
-  allotment.relay_frames = static_cast<std::uint32_t>(std::min<std::size_t>(
-      holding.relay_wanted, frames - staging_least(chunk) - set_aside(allotment)));
   // 3. The staging area, and as much as has room beside it.
   const std::size_t room = frames - set_aside(allotment);
   allotment.staging_frames = choose_staging(chunk, room);
@@ -247,8 +243,7 @@ Refusal refuse_room(const Holding& holding, const TierBudgets& budgets, const Al
   const std::size_t buffers = std::max<std::size_t>(then.buffer_frames, holding.buffers_wanted);
   const std::size_t beside = then.rest_frames == 0 ? 0 : staging;
   const std::size_t least = budgets.has_ssd ? staging : below + beside;
-  const std::size_t others =
-      buffers + then.scale_frames + then.landing_frames + then.outbox_frames + then.relay_frames;
+  const std::size_t others = buffers + then.scale_frames + then.landing_frames + then.outbox_frames;
   refusal.needed_bytes = refusal.would_do_bytes = (least + others + room.host_pages) * page;
   return refusal;
 }
@@ -369,7 +364,7 @@ Allotted rearrange(const Holding& holding, const TierBudgets& budgets, const Cla
 
 std::size_t set_aside(const Claims& claims) {
   return std::size_t{claims.buffer_frames} + claims.scale_frames + claims.landing_frames +
-         claims.outbox_frames + claims.relay_frames;
+         claims.outbox_frames;
 }
 
 }  // namespace strata

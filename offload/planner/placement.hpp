@@ -64,7 +64,6 @@ struct Holding {
   std::uint32_t scale_frames = 0;
   std::uint32_t landing_frames = 0;
   std::uint32_t outbox_frames = 0;  // gradients on their way to other ranks
-  std::uint32_t relay_wanted = 0;   // as far as there is room: pages for other ranks
   // Of the buffers: gradients that there would be at any page size, under lock_free.
   std::size_t late_grad_frames = 0;
   bool counts_buffers = false;      // as what smaller pages make smaller: lock_free
@@ -100,13 +99,11 @@ struct Claims {
   std::uint32_t landing_frames = 0;
   std::uint32_t outbox_frames =
       0;  // part of host_frames, for gradients on their way to other ranks
-  // Part of host_frames, for pages of other machines that this rank relays to those of its own.
-  std::uint32_t relay_frames = 0;
 };
 
 // Invariants:
 //   1. What rests in host memory + staging_frames + activation_frames + buffer_frames +
-//      scale_frames + landing_frames + outbox_frames + relay_frames <= host_frames, and likewise
+//      scale_frames + landing_frames + outbox_frames <= host_frames, and likewise
 //      for slots.
 //   2. rest_frames is all of the units that rest on the device.
 //   3. Where anything rests outside host memory, there is a staging area.

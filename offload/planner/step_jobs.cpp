@@ -84,20 +84,10 @@ class Builder final {
     STRATA_ASSERT(transfers >= 0.0);
     double seconds = static_cast<double>(bytes) / speed;
     if (lane == Lane::upload && purpose == Purpose::param) {
-      seconds =
-          std::max(seconds - spared_by_peers(of(unit), bytes), decode_seconds(of(unit), bytes));
+      seconds = std::max(seconds, decode_seconds(of(unit), bytes));
     }
     seconds += transfers * costs_.transfer_seconds;
     return out_.add(lane, seconds, {bytes, unit, kNone, purpose});
-  }
-
-  // Of a unit's bytes, some come from other devices: on the same lane, faster.
-  double spared_by_peers(const TracedUnit& unit, std::uint64_t bytes) const {
-    if (unit.lent_param_bytes == 0 || costs_.peer_bytes_s <= 0.0) return 0.0;
-    const auto rests = static_cast<double>(unit.resting_param_bytes());
-    const double lent =
-        static_cast<double>(bytes) * (static_cast<double>(unit.lent_param_bytes) / rests);
-    return lent / costs_.upload_bytes_s - lent / costs_.peer_bytes_s;
   }
 
   // Until so much of what rests of a unit has become values.

@@ -187,8 +187,7 @@ std::string check_trace(const Trace& trace) {
     const TracedUnit& unit = trace.units[i];
     if (unit.remote_elements > unit.elements ||
         unit.remote_param_bytes > unit.resting_param_bytes() ||
-        unit.remote_grad_bytes > unit.grad_bytes || unit.remote_state_bytes > unit.state_bytes ||
-        unit.lent_param_bytes > unit.remote_param_bytes) {
+        unit.remote_grad_bytes > unit.grad_bytes || unit.remote_state_bytes > unit.state_bytes) {
       return at("unit", i) + "other ranks hold more of it than there is";
     }
     if (unit.code_bytes > unit.param_bytes) return at("unit", i) + "its codes are its larger form";

@@ -96,8 +96,6 @@ struct TracedUnit {
   std::uint64_t remote_param_bytes = 0;
   std::uint64_t remote_grad_bytes = 0;
   std::uint64_t remote_state_bytes = 0;
-  // Of remote_param_bytes: what comes from devices of other ranks, where they lend.
-  std::uint64_t lent_param_bytes = 0;
 
   std::uint64_t held_elements() const { return elements - remote_elements; }
   std::uint64_t resting_param_bytes() const { return codes() ? code_bytes : param_bytes; }

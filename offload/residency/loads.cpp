@@ -13,8 +13,7 @@ Loads::Loads(PageTable& table, Transfers& transfers, PageCache& cache, DeviceFra
       cache_(cache),
       frames_(frames),
       computed_(computed),
-      last_copy_(frames.unit_count()),
-      last_read_(frames.unit_count()) {
+      last_copy_(frames.unit_count()) {
   set_max(loads_max);
 }
 
@@ -32,13 +31,6 @@ const Loads::Load* Loads::find(PageId page) const {
 PageId Loads::opened_by(const Load& load) const {
   if (!computed_.contains(load.page)) return load.page;
   return computed_.parts(load.page)[load.part].source;
-}
-
-std::vector<PageId> Loads::sources(PageId page) const {
-  if (!computed_.contains(page)) return {page};
-  std::vector<PageId> pages;
-  for (const ComputedPart& part : computed_.parts(page)) pages.push_back(part.source);
-  return pages;
 }
 
 FrameId Loads::frame(PageId page) const {

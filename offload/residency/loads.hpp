@@ -50,15 +50,10 @@ class Loads final {
   PageId source(PageId page) const {
     return computed_.contains(page) ? computed_.parts(page).front().source : page;
   }
-  // All that a load of it opens, in their order.
-  std::vector<PageId> sources(PageId page) const;
   // What the page needs next. REQUIRES: loading(page).
   Cause missing(PageId page) const;
   // The last copy of a page of the unit: who computes with its pages waits for it.
   CopyTicket last_copy(UnitId unit) const { return last_copy_[index(unit)]; }
-  // The last one that reads a page of it, within the device: who computes may write to the page.
-  CopyTicket last_read(UnitId unit) const { return last_read_[index(unit)]; }
-  void note_read(UnitId unit, CopyTicket copy) { last_read_[index(unit)] = copy; }
 
   // Takes what has arrived, then starts what can be. True when anything moved.
   bool turn();
@@ -88,8 +83,8 @@ class Loads final {
   DeviceFrames& frames_;
   const ComputedPages& computed_;
   std::uint32_t loads_max_;
-  std::vector<Load> loads_;                        // in the order in which they began
-  std::vector<CopyTicket> last_copy_, last_read_;  // by unit
+  std::vector<Load> loads_;            // in the order in which they began
+  std::vector<CopyTicket> last_copy_;  // by unit
 };
 
 }  // namespace strata

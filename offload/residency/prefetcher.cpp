@@ -95,7 +95,6 @@ void Prefetcher::begin_use(UnitId unit, Stream stream) {
   UnitState& state = state_[index(unit)];
   STRATA_ASSERT(state.users != 0 || ready(unit));
   copies_.stream_waits(stream, loads_.last_copy(unit));
-  copies_.stream_waits(stream, loads_.last_read(unit));
   if (state.users++ == 0) state.out_of_date = false;
   state.last_use = ++use_;
   if (state.out_of_date) return;  // somebody else may wait for newer pages
@@ -129,7 +128,6 @@ void Prefetcher::follow_plan(UnitId unit, bool backward, bool recorded) {
     if (!recorded) return;  // an evaluation: the step has not moved
     if (ahead != 1) ++step_deviations_, ++deviations_;
     cursor_ = at;
-    if (arrivals_) arrivals_->pass(cursor_);
     return;
   }
   if (recorded) ++step_deviations_, ++deviations_;
@@ -162,7 +160,6 @@ void Prefetcher::begin_step() {
   if (!plan_.feasible) return;
   cursor_ = plan_.uses.size() - 1;  // its first use is the next
   want_uses(0);
-  if (arrivals_) arrivals_->begin_step();
 }
 
 void Prefetcher::adopt(FramePlan plan) {
@@ -173,7 +170,6 @@ void Prefetcher::adopt(FramePlan plan) {
   plan_ = std::move(plan);
   cursor_ = plan_.uses.size() - 1;
   ++plans_;
-  if (arrivals_) arrivals_->adopt(plan_, frames_);
   wanted_.clear();  // the old plan's wishes keep no frame
   unshown_.clear();
   for (std::uint32_t u = 0; u < unit_count(); ++u) {
@@ -346,10 +342,7 @@ bool Prefetcher::turn() {
   moved |= loads_.turn();
   for (const UnitId unit : demanded_) moved |= load_unit(unit);
   for (const UnitId unit : wanted_) moved |= load_unit(unit);
-  moved |= loads_.start();
-  // Behind what there is room for on the device.
-  if (!arrivals_ || !arrivals_->pending()) return moved;
-  return arrivals_->turn((cursor_ + 1) % plan_.uses.size() + plan_.lookahead) || moved;
+  return loads_.start() || moved;
 }
 
 }  // namespace strata

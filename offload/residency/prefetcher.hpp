@@ -24,7 +24,6 @@
 #include "memory/page_table.hpp"
 #include "memory/timeline.hpp"
 #include "offload/planner/frames.hpp"
-#include "offload/residency/arrivals.hpp"
 #include "offload/residency/device_frames.hpp"
 #include "offload/residency/loads.hpp"
 #include "offload/residency/page_cache.hpp"
@@ -41,8 +40,6 @@ class Prefetcher final {
  public:
   Prefetcher(PageTable& table, PageCache& cache, CopyEngine& copies, DeviceFrames& frames,
              Loads& loads);
-  // For pages that this rank relays, for good.
-  void connect(RemotePages& remote) { arrivals_.emplace(table_, loads_, remote); }
 
   // Pages under update: not loaded, and their unit is not ready, until unblocked.
   void block(PageId page);
@@ -100,16 +97,12 @@ class Prefetcher final {
   bool turn();
   // Somebody waits for pages, or will: the pump has something to do.
   bool wants_work() const {
-    return !demanded_.empty() || !wanted_.empty() || !unshown_.empty() || !loads_.empty() ||
-           (arrivals_ && arrivals_->pending());
+    return !demanded_.empty() || !wanted_.empty() || !unshown_.empty() || !loads_.empty();
   }
   // Nothing is being loaded, and computation has passed the units that were left.
   bool still() const;
   // Forgets what is wanted ahead of its use; begin_step() asks again.
-  void want_nothing() {
-    wanted_.clear();
-    if (arrivals_) arrivals_->stop();
-  }
+  void want_nothing() { wanted_.clear(); }
 
   // Units in the order in which the next step is expected to use them first.
   std::vector<UnitId> order() const;
@@ -146,7 +139,6 @@ class Prefetcher final {
   CopyEngine& copies_;
   DeviceFrames& frames_;
   Loads& loads_;
-  std::optional<Arrivals> arrivals_;
   UseRecorder recorder_;
   std::vector<UnitState> state_;  // by unit
   std::vector<bool> blocked_;     // by page

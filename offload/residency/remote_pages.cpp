@@ -1,19 +1,17 @@
 #include "offload/residency/remote_pages.hpp"
 
 #include <algorithm>
+#include <utility>
 
 #include "memory/check.hpp"
 
 namespace strata {
 
-RemotePages::RemotePages(PageTable& table, Peers& peers, const PageRanks& pages, Relay* relay)
-    : table_(table), peers_(peers), pages_(pages), relay_(relay), lags_(table.page_count(), 0) {
-  STRATA_ASSERT(pages_.rank == peers_.rank());
-  STRATA_ASSERT(pages_.holders.size() <= table_.page_count());
-  STRATA_ASSERT(pages_.holders.size() == pages_.sources.size());
-  for (std::uint32_t i = 0; i < pages_.holders.size(); ++i) {
-    if (pages_.holders[i] == peers_.rank()) continue;
-    STRATA_ASSERT(relay_ != nullptr || pages_.sources[i] != peers_.rank());
+RemotePages::RemotePages(PageTable& table, Peers& peers, std::vector<std::uint32_t> holders)
+    : table_(table), peers_(peers), holders_(std::move(holders)), lags_(table.page_count(), 0) {
+  STRATA_ASSERT(holders_.size() <= table_.page_count());
+  for (std::uint32_t i = 0; i < holders_.size(); ++i) {
+    if (holders_[i] == peers_.rank()) continue;
     STRATA_ASSERT(table_.tier(PageId{i}) == Tier::remote);
     table_.begin_fill(PageId{i}, table_.placement(PageId{i}), 1);
     table_.finish_fill(PageId{i}, Tier::remote);
@@ -30,84 +28,38 @@ bool RemotePages::is_newest(PageId page) const {
   return newest_ || std::find(exact_.begin(), exact_.end(), table_.unit(page)) != exact_.end();
 }
 
-bool RemotePages::is_plain(PageId page) const {
-  return at_holders_ || std::find(plain_.begin(), plain_.end(), table_.unit(page)) != plain_.end();
-}
-
-bool RemotePages::is_read_at_holder(PageId page) const {
-  return at_holders_ || (pages_.comes_coded(page) && is_plain(page));
-}
-
-bool RemotePages::may_come_by_device(PageId page, std::uint32_t source) const {
-  return !at_holders_ && pages_.is_shown(page) && peers_.lends_by_device(source);
-}
-
-bool RemotePages::expect(PageId page) {
-  if (holds_ != 0 || newest_) return false;  // what is newest is asked for when it is needed
-  if (!pages_.relays(page) || is_read_at_holder(page)) return true;
-  return relay_->expect(page, is_newest(page) ? step_ : oldest_, writes_);
-}
-
-void RemotePages::set_due(PageId page, std::optional<std::uint64_t> due) {
-  if (pages_.relays(page)) relay_->set_due(page, due.value_or(Relay::kNotDue));
-}
-
 std::byte* RemotePages::open(PageId page) {
   Lease* lease = find(page);
-  const bool newest = is_newest(page), at_holder = is_read_at_holder(page);
-  const bool coded = pages_.comes_coded(page) && !is_plain(page);
-  const std::uint32_t source =
-      at_holder ? pages_.holders[index(page)] : pages_.sources[index(page)];
-  if (lease != nullptr && lease->bytes != nullptr &&
-      ((newest && lags_[index(page)] != 0) || (at_holder && lease->source != source) ||
-       lease->coded != coded || (at_holders_ && lease->by_device))) {
+  const bool newest = is_newest(page);
+  if (lease != nullptr && lease->bytes != nullptr && newest && lags_[index(page)] != 0) {
     if (lease->users != 0) return nullptr;
     drop(*lease);
     lease = nullptr;
   }
   if (lease == nullptr) {
     if (holds_ != 0) return nullptr;
-    leases_.push_back({.page = page,
-                       .newest = newest,
-                       .step = newest ? step_ : oldest_,
-                       .writes = writes_,
-                       .source = source,
-                       .coded = coded,
-                       .by_device = may_come_by_device(page, source)});
+    leases_.push_back(
+        {.page = page, .newest = newest, .step = newest ? step_ : oldest_, .writes = writes_});
     ask(leases_.back());
-    lease = find(page);  // this rank may have relayed it to itself
+    return nullptr;
   }
   if (lease->bytes == nullptr) return nullptr;
-  if (lease->users++ == 0 && lease->by_device) ++from_devices_;
+  ++lease->users;
   return lease->bytes;
 }
 
 void RemotePages::ask(const Lease& lease) {
-  if (lease.source == peers_.rank()) {
-    const bool asked = relay_->asked(lease.source, lease.page, lease.step, lease.writes);
-    STRATA_ASSERT(asked);
-    return;
-  }
-  peers_.send(lease.source, {.kind = PeerMessage::Kind::ask,
-                             .what = index(lease.page),
-                             .part = peers_.rank(),
-                             .count = lease.writes,
-                             .dtype = std::uint32_t{lease.coded},
-                             .at = std::uint64_t{lease.by_device},
-                             .step = lease.step});
+  peers_.send(holders_[index(lease.page)], {.kind = PeerMessage::Kind::ask,
+                                            .what = index(lease.page),
+                                            .count = lease.writes,
+                                            .step = lease.step});
 }
 
 void RemotePages::set_step(std::int64_t step, std::uint32_t staleness) {
   step_ = step;
   oldest_ = step - std::int64_t{staleness};
-  if (relay_ != nullptr) relay_->set_oldest(oldest_);
   newest_ = false;
   exact_ = exact_next_;
-}
-
-void RemotePages::make_plain(UnitId unit, bool plain) {
-  std::erase(plain_, unit);
-  if (plain) plain_.push_back(unit);
 }
 
 bool RemotePages::awaits_newest() const {
@@ -135,14 +87,8 @@ void RemotePages::drop(const Lease& lease) {
 }
 
 void RemotePages::give_back(const Lease& lease) {
-  if (lease.source == peers_.rank()) {
-    const bool had = relay_->given_back(lease.source, lease.page);
-    STRATA_ASSERT(had);
-    return;
-  }
-  const std::uint64_t at = lease.by_device ? 0 : peers_.place_of(lease.source, lease.bytes);
-  peers_.send(lease.source,
-              {.kind = PeerMessage::Kind::give_back, .what = index(lease.page), .at = at});
+  peers_.send(holders_[index(lease.page)],
+              {.kind = PeerMessage::Kind::give_back, .what = index(lease.page)});
 }
 
 bool RemotePages::settle() {
@@ -171,23 +117,10 @@ void RemotePages::renew(PageId page) {
 bool RemotePages::answered(std::uint32_t from, const PeerMessage& grant, std::size_t page_bytes) {
   const PageId page{grant.what};
   Lease* lease = find(page);
-  if (lease == nullptr || lease->bytes != nullptr || lease->source != from) return false;
-  if (grant.bytes == 0 && from != pages_.holders[index(page)]) {
-    lease->source = pages_.holders[index(page)];
-    lease->by_device = may_come_by_device(page, lease->source);
-    ask(*lease);
-    return true;
-  }
+  if (lease == nullptr || lease->bytes != nullptr || holders_[grant.what] != from) return false;
   if (grant.bytes != page_bytes || grant.step < lease->step) return false;
-  // Who relays it has the values.
-  const bool coded = lease->coded && from == pages_.holders[index(page)];
-  if ((grant.dtype != 0) != coded) return false;
-  const bool by_device = grant.count != 0;
-  if (by_device && !lease->by_device) return false;
-  lease->by_device = by_device;
   lags_[index(page)] = std::max<std::int64_t>(0, step_ - grant.step);
-  const std::byte* const bytes = by_device ? peers_.device_bytes(from, grant.at, page_bytes)
-                                           : peers_.bytes(from, grant.at, page_bytes);
+  const std::byte* const bytes = peers_.bytes(from, grant.at, page_bytes);
   // It is only read; copy engines take one kind of pointer for both ways.
   lease->bytes = const_cast<std::byte*>(bytes);
   return lease->bytes != nullptr;
@@ -200,16 +133,15 @@ bool RemotePages::waits() const {
 
 bool RemotePages::awaits(std::uint32_t rank) const {
   return std::any_of(leases_.begin(), leases_.end(), [&](const Lease& lease) {
-    return lease.bytes == nullptr &&
-           (lease.source == rank || pages_.holders[index(lease.page)] == rank);
+    return lease.bytes == nullptr && holders_[index(lease.page)] == rank;
   });
 }
 
-RemotePages::Source RemotePages::awaited() const {
+std::uint32_t RemotePages::awaited() const {
   const auto first = std::find_if(leases_.begin(), leases_.end(),
                                   [](const Lease& lease) { return lease.bytes == nullptr; });
   STRATA_ASSERT(first != leases_.end());
-  return {first->source, pages_.holders[index(first->page)]};
+  return holders_[index(first->page)];
 }
 
 }  // namespace strata

@@ -35,7 +35,7 @@ void Transfers::set_store(Tier tier, Store& store) {
 }
 
 bool Transfers::idle() const {
-  return std::accumulate(in_flight_.begin(), in_flight_.end(), 0U) == for_others_;
+  return std::accumulate(in_flight_.begin(), in_flight_.end(), 0U) == 0;
 }
 
 std::byte* Transfers::host_bytes(PageId page) const {
@@ -55,7 +55,6 @@ Store& Transfers::store_of(const LinkRow& row) const {
 
 Transfers::Transfer Transfers::begin(Link link, Requester requester, std::uint64_t bytes) {
   ++in_flight_[static_cast<std::size_t>(link)];
-  if (requester == Requester::lender) ++for_others_;
   return {.link = link,
           .requester = requester,
           .bytes = bytes,
@@ -245,7 +244,6 @@ void Transfers::end(const Transfer& transfer, std::optional<Error> error) {
   const LinkRow& row = row_of(transfer.link);
   STRATA_ASSERT(in_flight(transfer.link) > 0);
   --in_flight_[static_cast<std::size_t>(transfer.link)];
-  if (transfer.requester == Requester::lender) --for_others_;
   if (transfer.page != kNoPage || transfer.saved_to != kNoSlot) {
     STRATA_ASSERT(pages_in_flight_ > 0);
     --pages_in_flight_;

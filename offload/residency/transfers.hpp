@@ -33,16 +33,8 @@
 namespace strata {
 
 // Who started a transfer, and is told when it is over.
-enum class Requester : std::uint8_t {
-  cache,
-  loads,
-  activations,
-  gradients,
-  elements,
-  snapshots,
-  lender
-};
-inline constexpr std::size_t kRequesterCount = 7;
+enum class Requester : std::uint8_t { cache, loads, activations, gradients, elements, snapshots };
+inline constexpr std::size_t kRequesterCount = 6;
 
 struct Completion {
   Link link = Link::read;
@@ -94,7 +86,7 @@ class Transfers final {
 
   // Too many pages are on their way: try again after a turn.
   bool full() const { return pages_in_flight_ == in_flight_max_; }
-  // Nothing is on its way, but for what other ranks have asked for.
+  // Nothing is on its way.
   bool idle() const;
 
   // Copies the newest contents of a page. A stale copy at the other end goes first, with its place,
@@ -200,7 +192,6 @@ class Transfers final {
   std::array<std::vector<Completion>, kRequesterCount> completions_;
   std::array<std::array<std::uint64_t, kRequesterCount>, kLinkCount> bytes_{};
   std::array<std::uint32_t, kLinkCount> in_flight_{};
-  std::uint32_t for_others_ = 0;  // of these: by Requester::lender
   std::optional<TransferFailure> failure_;
 };
 

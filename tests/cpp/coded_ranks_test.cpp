@@ -13,7 +13,6 @@
 #include "coded_fixtures.hpp"
 #include "doubles/gpu.hpp"
 #include "doubles/loopback.hpp"
-#include "doubles/wire_loopback.hpp"
 #include "engine/residence.hpp"
 #include "temp_folder.hpp"
 
@@ -31,11 +30,9 @@ Config as_rank(Config config, std::uint32_t rank) {
 
 class CodedRanks : public OverDevices {
  protected:
-  // What two ranks have trained, of one machine or of two. `device`: null: on the host.
-  std::vector<std::vector<float>> trained_by_two(Codes codes, bool on_disk, TestDevice* device,
-                                                 std::vector<std::string> machines = {}) {
+  // What two ranks have trained. `device`: null: on the host.
+  std::vector<std::vector<float>> trained_by_two(Codes codes, bool on_disk, TestDevice* device) {
     Loopback machine(kRanks);
-    WireLoopback wires(kRanks, {});
     std::barrier all(kRanks);
     const TempFolder folders[kRanks];
     std::vector<std::vector<float>> found(kRanks);
@@ -47,13 +44,7 @@ class CodedRanks : public OverDevices {
         config = device->fit(config);
         parts = device->parts();
       }
-      if (machines.empty()) {
-        parts.meeting = machine.meeting(rank);
-      } else {
-        config.machines = machines;
-        config.ranks_folder = folders[rank].path();
-        parts.wire = wires.wire(rank);
-      }
+      parts.meeting = machine.meeting(rank);
       Session session(config, std::move(parts));
       fill_coded(session);
       all.arrive_and_wait();  // nobody reads what is not written yet
@@ -76,15 +67,6 @@ TEST_P(CodedRanks, ShowTheValuesOfEachOthersCodes) {
   EXPECT_TRUE(GetParam() != TestedOn::gpu_double || KernelsOfDouble::decodings > 0);
 }
 
-// Each machine has all codes, in memory that the kernels of its GPUs reach.
-TEST_P(CodedRanks, OfSeveralMachinesShowTheValuesOfTheirOwnCodes) {
-  for (const Codes codes : kForms) {
-    const std::vector<std::vector<float>> plain = trained_by_two(codes, false, nullptr);
-    for (const bool on_disk : {false, true}) {
-      EXPECT_EQ(trained_by_two(codes, on_disk, &device(), {"a", "b"}), plain) << name(codes);
-    }
-  }
-}
 INSTANTIATE_TEST_SUITE_P(Devices, CodedRanks, testing::ValuesIn(kTestDevices), device_name);
 
 Config nf4_rank(const TestDevice& gpu, std::uint32_t rank) {

@@ -54,8 +54,7 @@ TEST(Hello, NamesWhatDiffers) {
       {[](Config& c, SeatOffer&) { c.moment_dtype = MomentDtype::block8; }, "store moments"},
       {[](Config&, SeatOffer& o) { o.page_bytes *= 2; }, "page_size must be the same"},
       {[](Config& c, SeatOffer&) { c.update = UpdateMode::lock_free; }, "another way to update"},
-      {[](Config& c, SeatOffer&) { c.coded_gathers = true; }, "rank_gathers"},
-      {[](Config& c, SeatOffer&) { c.machine_sums = true; }, "rank_sums"},
+      {[](Config& c, SeatOffer&) { c.max_staleness = 2; }, "another way to update"},
   };
   for (const auto& [change, words] : kChanges) {
     const std::string said = said_of(change);

@@ -1,16 +1,14 @@
-// Which rank holds what: every chunk that trains is of one rank, and what is frozen of one on each
-// machine. STRATA_SEEDS=10000 runs more; STRATA_SEED=7 replays one.
+// Which rank holds what: every chunk is of one rank. STRATA_SEEDS=10000 runs more; STRATA_SEED=7
+// replays one.
 #include "engine/ranks/ownership.hpp"
 
 #include <gtest/gtest.h>
 
 #include <algorithm>
 #include <random>
-#include <string>
 #include <vector>
 
 #include "configs.hpp"
-#include "engine/ranks/machine.hpp"
 #include "seeds.hpp"
 
 namespace strata::ownership_test {
@@ -64,47 +62,6 @@ TEST(Ownership, EveryChunkHasOneOwnerInContiguousRangesOfLikeSize) {
     expect_contiguous(layout, first);
     for (const std::int64_t pages : owned) {
       EXPECT_TRUE(is_part(pages, total, ranks, largest)) << "of " << total << " pages";
-    }
-  });
-}
-
-// What trains has one owner, whatever the machines; and what is frozen one on each of them.
-TEST(Ownership, WhatIsFrozenIsOfEachMachine) {
-  for_seeds(200, [](std::uint64_t seed) {
-    std::mt19937_64 random(seed);
-    Config config = random_model(random);
-    config.page_bytes = kPageBytesMin;
-    for (ParamSpec& param : config.params) param.trainable = below(random, 2) == 0;
-    const Layout layout = make_layout(config, config.page_bytes);
-    config.ranks = static_cast<std::uint32_t>(2 + below(random, 6));
-    const std::uint64_t machines = 1 + below(random, config.ranks);
-    for (std::uint32_t rank = 0; rank < config.ranks; ++rank) {
-      config.machines.push_back("m" + std::to_string(below(random, machines)));
-    }
-    const Ownership alike = share_chunks(layout, 0, config.ranks);
-    for (std::uint32_t rank = 0; rank < config.ranks; ++rank) {
-      config.rank = rank;
-      const Ownership its = ownership_of(config, layout);
-      const std::vector<std::uint32_t> here = ranks_here(config);
-      const Ownership first = ownership_of(config, layout, here.front());
-      expect_contiguous(layout, its);
-      std::vector<std::int64_t> held(config.ranks, 0);  // of what is frozen, in pages
-      std::int64_t frozen = 0, largest = 0;
-      for (std::uint32_t id = 0; id < layout.chunks.size(); ++id) {
-        ASSERT_EQ(its.owner(id), first.owner(id)) << "ranks of a machine know the same";
-        if (is_trained(layout, id)) {
-          ASSERT_EQ(its.owner(id), alike.owner(id));
-          continue;
-        }
-        ASSERT_EQ(config.machine(its.owner(id)), config.machine(rank));
-        const std::int64_t pages = layout.chunks[id].pages();
-        held[its.owner(id)] += pages;
-        frozen += pages;
-        largest = std::max(largest, pages);
-      }
-      for (const std::uint32_t of : here) {
-        EXPECT_TRUE(is_part(held[of], frozen, std::ssize(here), largest)) << frozen << " pages";
-      }
     }
   });
 }

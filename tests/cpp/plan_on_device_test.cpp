@@ -145,42 +145,8 @@ TEST(PlanOnDevice, WhatOtherRanksHoldRestsNowhereHereAndIsUploadedAllTheSame) {
   EXPECT_GT(planned, of_all_seeds(8));
 }
 
-TEST(PlanOnDevice, WhatOtherDevicesLendComesUpAtTheirSpeed) {
-  int planned = 0;
-  for_seeds(40, [&](std::uint64_t seed) {
-    PaperStep of = roomy_step(seed);
-    give_half_to_others(of.trace);
-    for (TracedUnit& unit : of.trace.units) unit.lent_param_bytes = unit.remote_param_bytes;
-    of.costs.transfer_seconds = 0.0;
-    const Plan plan = plan_of(of);
-    if (!plan.feasible) return;
-    ++planned;
-    const auto busy = [&](const Trace& trace, double peer_bytes_s) {
-      Costs costs = of.costs;
-      costs.slow = Costs::unhindered();
-      costs.peer_bytes_s = peer_bytes_s;
-      const Simulation run = simulate(trace, plan, costs);
-      EXPECT_LE(lower_bound(trace, costs, of.budgets, {}).seconds, run.step_seconds * (1 + 1e-9));
-      return run.lanes[index(Lane::upload)].busy_seconds;
-    };
-    const double host = of.costs.upload_bytes_s;
-    const double all = busy(of.trace, 0.0);
-    EXPECT_NEAR(busy(of.trace, host), all, 1e-9 * all);
-    const double twice = busy(of.trace, 2 * host), thrice = busy(of.trace, 3 * host);
-    EXPECT_NEAR((all - twice) * 4 / 3, all - thrice, 1e-9 * all) << "of a half and two thirds";
-    EXPECT_LE(twice, all);
-    Trace lends = of.trace;
-    for (TracedUnit& unit : lends.units) unit.lent_param_bytes = 0;
-    EXPECT_NEAR(busy(lends, 2 * host), all, 1e-9 * all);
-  });
-  EXPECT_GT(planned, of_all_seeds(8));
-}
-
 TEST(PlanOnDevice, OtherRanksHoldNoMoreThanThereIs) {
   PaperStep of = roomy_step(1);
-  of.trace.units[1].lent_param_bytes = 1;
-  EXPECT_NE(check_trace(of.trace), "");
-  of.trace.units[1].lent_param_bytes = 0;
   of.trace.units[1].remote_state_bytes = of.trace.units[1].state_bytes + 1;
   EXPECT_NE(check_trace(of.trace).find("unit 1"), std::string::npos) << check_trace(of.trace);
 }

@@ -105,8 +105,6 @@ class RankChecks final {
       if (moments > 0) compare(session, p, Kind::moment1, plain.moment(1), "first moment");
       if (moments > 1) compare(session, p, Kind::moment2, plain.moment(2), "second moment");
     }
-    world_.result.by_devices =
-        std::max(world_.result.by_devices, session.stats().from_devices_bytes);
   }
 
   // The same by a forward that is no part of a step.

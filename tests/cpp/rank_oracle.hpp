@@ -40,7 +40,6 @@ class RankOracle final {
   }
 
   const std::vector<PlainParam>& params() const { return params_; }
-  std::uint64_t sums() const { return sums_; }  // of machines
 
   void land(LandedPiece piece) {
     ++counts_[piece.param];
@@ -49,18 +48,12 @@ class RankOracle final {
 
   // What has landed so far, in the order of GradientExchange's note.
   void add_up() {
-    const auto key = [this](const LandedPiece& of) {
-      return std::tuple(of.param, of.window, of.number, first_of_machine(of.rank));
+    const auto key = [](const LandedPiece& of) {
+      return std::tuple(of.param, of.window, of.number, of.rank);
     };
-    std::sort(pieces_.begin(), pieces_.end(), [&](const LandedPiece& a, const LandedPiece& b) {
-      return std::tuple(key(a), a.rank) < std::tuple(key(b), b.rank);
-    });
-    for (auto piece = pieces_.begin(); piece != pieces_.end();) {
-      const auto end = std::find_if(piece, pieces_.end(),
-                                    [&](const LandedPiece& of) { return key(of) != key(*piece); });
-      land_sum({piece, end});
-      piece = end;
-    }
+    std::sort(pieces_.begin(), pieces_.end(),
+              [&](const LandedPiece& a, const LandedPiece& b) { return key(a) < key(b); });
+    for (const LandedPiece& piece : pieces_) params_[piece.param].land(piece.bytes, piece.dtype);
     pieces_.clear();
   }
   // Gradients of the parameter since the last step, and the squares of their sum. REQUIRES of the
@@ -114,27 +107,6 @@ class RankOracle final {
   }
 
  private:
-  // Of the ranks whose gradients are added before those of others are; else each by itself.
-  std::uint32_t first_of_machine(std::uint32_t rank) const {
-    if (!config_.machine_sums || config_.machines.empty()) return rank;
-    const auto first = std::ranges::find(config_.machines, config_.machines[rank]);
-    return static_cast<std::uint32_t>(first - config_.machines.begin());
-  }
-  void land_sum(std::span<const LandedPiece> pieces) {
-    PlainParam& param = params_[pieces.front().param];
-    if (pieces.size() == 1) return param.land(pieces.front().bytes, pieces.front().dtype);
-    std::vector<std::byte> sum(config_.params[pieces.front().param].numel * sizeof(float));
-    GradMode mode = GradMode::copy;
-    for (const LandedPiece& piece : pieces) {
-      kernels(Isa::scalar)
-          .land_gradient(sum.data(), Dtype::float32, piece.bytes.data(), piece.dtype,
-                         sum.size() / sizeof(float), mode, {});
-      mode = GradMode::add;
-    }
-    param.land(sum, Dtype::float32);
-    ++sums_;
-  }
-
   static double clip(double norm, double max_norm) {
     return max_norm <= 0.0 ? 1.0 : std::min(1.0, max_norm / (norm + 1e-6));
   }
@@ -154,7 +126,6 @@ class RankOracle final {
   const Config& config_;
   Layout layout_;
   std::vector<PlainParam> params_;
-  std::uint64_t sums_ = 0;
   std::vector<LandedPiece> pieces_;  // of this step, and not added up
   std::vector<std::uint32_t> counts_ = std::vector<std::uint32_t>(config_.params.size(), 0);
   std::vector<std::optional<double>> scaled_ =

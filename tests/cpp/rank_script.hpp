@@ -14,7 +14,6 @@
 #include <vector>
 
 #include "configs.hpp"
-#include "doubles/virtual_network.hpp"
 #include "engine/residence.hpp"
 #include "engine/steps.hpp"
 #include "random_session.hpp"
@@ -48,15 +47,8 @@ struct Script {
   std::size_t trouble_at = 0;  // the step
   bool goes_on = false;        // behind a refusal
   bool doubles = false;        // every backward has two gradients of every parameter
-  bool early_sums = false;     // updates in the backward wait for sums of machines
   bool tells = false;          // who ends by an error tells the others, and is lost then
-  VirtualNetworkOptions network{};
 
-  // By rank.
-  std::vector<std::string> machines() const {
-    if (!model.machines.empty()) return model.machines;
-    return std::vector<std::string>(ranks);
-  }
   bool early() const { return model.update == UpdateMode::in_backward; }
   // Updates may lag, so bits depend on who comes when: parameters count the gradients in them.
   bool counts() const { return model.max_staleness != 0; }
@@ -65,8 +57,7 @@ struct Script {
 inline void choose_update(std::mt19937_64& random, Script& script) {
   Config& model = script.model;
   if (script.ranks == 1) return;
-  model.update =
-      script.early_sums ? UpdateMode::in_backward : static_cast<UpdateMode>(below(random, 3));
+  model.update = static_cast<UpdateMode>(below(random, 3));
   if (model.update == UpdateMode::lock_free) {
     model.max_staleness = static_cast<std::uint32_t>(below(random, 4));
   }
@@ -80,19 +71,6 @@ inline void choose_update(std::mt19937_64& random, Script& script) {
     group.lr = 1.0;
   }
   for (std::vector<float>& values : script.initial) std::fill(values.begin(), values.end(), 0.0f);
-}
-
-// Which ranks are of one machine, and what lies between those of several.
-inline void choose_machines(std::mt19937_64& random, Script& script) {
-  if (script.ranks == 1 || (!script.early_sums && below(random, 2) == 0)) return;
-  std::vector<std::string>& machines = script.model.machines;
-  for (std::uint32_t rank = 0; rank < script.ranks; ++rank) {
-    machines.push_back("m" + std::to_string(below(random, 2 + rank / 3)));
-  }
-  if (std::ranges::count(machines, machines[0]) == std::ssize(machines)) machines.back() = "m9";
-  script.model.machine_sums = script.early_sums || below(random, 2) == 0;
-  script.network.latency_ns = static_cast<std::int64_t>(below(random, 300'000));
-  script.network.bytes_s = 1e8 * static_cast<double>(1 + below(random, 100));
 }
 
 inline std::vector<Look> choose_looks(std::mt19937_64& random, const Config& model) {
@@ -126,10 +104,8 @@ inline StepOptions choose_options(std::mt19937_64& random, const Script& script)
 inline Script write_script(std::mt19937_64& random, Trouble trouble) {
   Script script;
   Config& model = script.model;
-  script.early_sums = below(random, 6) == 0;
-  script.doubles = !script.early_sums && below(random, 4) == 0;
-  const bool is_large = script.doubles || script.early_sums;  // beside an outbox
-  model = random_model(random, is_large ? 250'000 : 60'000);
+  script.doubles = below(random, 4) == 0;
+  model = random_model(random, script.doubles ? 250'000 : 60'000);  // beside an outbox
   model.page_bytes = kPageBytesMin << below(random, 2);
   model.groups.push_back(model.groups.front());
   for (Hyper& group : model.groups) group.rule = static_cast<Rule>(below(random, 5));
@@ -145,10 +121,8 @@ inline Script write_script(std::mt19937_64& random, Trouble trouble) {
   }
   const bool alone = trouble == Trouble::none && below(random, 8) == 0;
   script.ranks = alone ? 1 : 2 + static_cast<std::uint32_t>(below(random, 3));
-  if (script.early_sums) script.ranks = 4;
   script.culprit = static_cast<std::uint32_t>(below(random, script.ranks));
   choose_update(random, script);
-  choose_machines(random, script);
   const std::size_t steps = 2 + below(random, 3);
   for (std::size_t i = 0; i < steps; ++i) {
     Script::Step& step = script.steps.emplace_back();
@@ -180,8 +154,6 @@ inline Config config_of(const Script& script, std::uint32_t rank, std::mt19937_6
   const std::size_t aside = kOutboxFrames + choose_residence(config).buffer_frames;
   config.host_bytes = (aside + 8 + below(random, layout.page_count)) * page;
   while (!feasible(config)) config.host_bytes += page;
-  // Each rank by itself: who lends nothing is lent nothing.
-  config.device_lending = below(random, 3) == 0 ? DeviceLending::never : DeviceLending::always;
   return config;
 }
 

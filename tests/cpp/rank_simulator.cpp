@@ -12,8 +12,8 @@
 #include "damaged_ring.hpp"
 #include "doubles/faulty_engine.hpp"
 #include "doubles/late_copies.hpp"
-#include "doubles/lending_memory.hpp"
 #include "engine/session.hpp"
+#include "memory/host_device.hpp"
 #include "offload/storage/memory_engine.hpp"
 #include "rank_checks.hpp"
 
@@ -59,12 +59,12 @@ class SimulatedRank final {
         told_.said_bye = true;
         session_->leave_ranks(false);
       });
-      lose(Ending::parts);
+      lose();
     } catch (const StrataError& error) {
       told_.error = error.error();
-      // A process that ends by an error may tell, and what it has said to other machines goes.
+      // A process that ends by an error may tell.
       if (world_.script.tells) give_up();
-      lose(Ending::parts);
+      lose();
     } catch (const Broken& broken) {
       world_.result.broken = "rank " + std::to_string(rank_) + " of " +
                              std::to_string(config_.ranks) + ", mode " +
@@ -88,7 +88,7 @@ class SimulatedRank final {
   void open() {
     SessionParts parts;
     const std::size_t lateness = 1 + static_cast<std::size_t>(below(8));
-    parts.device = with_late_copies(lending_host(nullptr, CopyMode::polled),
+    parts.device = with_late_copies(host_device(nullptr, CopyMode::polled),
                                     [this, lateness] { return below(lateness) == 0; });
     faulty_ = disk_.get();
     parts.io_engine = std::move(disk_);
@@ -99,7 +99,7 @@ class SimulatedRank final {
     parts.worker_is_done = [this, pace] { return below(pace) == 0; };
     parts.looks_max = kLooksMax;
     parts.turned = [this](const PageTable& table, const Claims& claims) { check(table, claims); };
-    if (config_.ranks > 1) parts.meeting = world_.network.meeting(rank_);
+    if (config_.ranks > 1) parts.meeting = world_.machine.meeting(rank_);
     session_ = std::make_unique<Session>(config_, std::move(parts));
   }
 
@@ -116,7 +116,6 @@ class SimulatedRank final {
   // Nothing moved here: time passes, and others may come.
   void idle() {
     world_.clock.advance(10'000);
-    world_.network.carry(world_.clock.now_ns());
     if (rank_ == world_.script.culprit) trouble();
     if (world_.turns.handed() > world_.last_call + kHang) throw Broken{world_.hang()};
     world_.turns.pass(rank_);
@@ -146,9 +145,8 @@ class SimulatedRank final {
     }
   }
 
-  void lose(Ending how) {
+  void lose() {
     told_.lost = true;
-    world_.network.end(rank_, how);
     world_.machine.lose(rank_);
   }
 
@@ -163,7 +161,7 @@ class SimulatedRank final {
     world_.trouble_in = UINT64_MAX;
     world_.result.happened = true;
     if (world_.trouble == Trouble::damaged) return damage();
-    lose(Ending::dies);
+    lose();
     world_.turns.park(rank_);
     throw Turns::Over{};
   }
@@ -391,8 +389,6 @@ RanksResult simulate_ranks(std::uint64_t seed, Trouble trouble) {
   for (auto& rank : ranks) rank->close();
   for (const auto& rank : ranks) world.result.faults += rank->faults();
   world.result.handed = world.turns.handed();
-  world.result.carried = world.network.carried();
-  world.result.sums = world.oracle.sums();
   return world.result;
 }
 

@@ -1,10 +1,9 @@
-// Trainings of several ranks in one process, from one seed: of one machine, or of several with a
-// network between them; a random model, budgets of each rank by themselves, disks with nuisances,
-// ranks that take units in another order, leave some out, use others twice, and make different
-// numbers of backward passes; in every mode of updates; with looks at gradients, which they scale
-// and drop. One of them may get into trouble. Beside them runs the same training in plain memory,
-// which adds all gradients in the order of GradientExchange's note: what ranks read, and what their
-// devices show, must be the same bits.
+// Trainings of several ranks in one process, from one seed: a random model, budgets of each rank by
+// themselves, disks with nuisances, ranks that take units in another order, leave some out, use
+// others twice, and make different numbers of backward passes; in every mode of updates; with looks
+// at gradients, which they scale and drop. One of them may get into trouble. Beside them runs the
+// same training in plain memory, which adds all gradients in the order of GradientExchange's note:
+// what ranks read, and what their devices show, must be the same bits.
 //
 //   RanksResult result = simulate_ranks(seed, Trouble::none);
 //   EXPECT_EQ(result.broken, "") << "replay with seed " << seed;
@@ -40,17 +39,14 @@ struct RanksResult {
   std::string broken;  // the first promise that did not hold; empty: all did
   std::vector<Rank> ranks;
   std::uint32_t culprit = 0;
-  bool happened = false;      // its trouble
-  std::uint64_t faults = 0;   // of disks
-  std::uint64_t handed = 0;   // turns
-  std::uint64_t carried = 0;  // messages between machines
-  std::uint64_t sums = 0;     // gradients of several ranks that a machine added up
-  std::uint64_t pieces = 0;   // gradients that landed
+  bool happened = false;     // its trouble
+  std::uint64_t faults = 0;  // of disks
+  std::uint64_t handed = 0;  // turns
+  std::uint64_t pieces = 0;  // gradients that landed
   std::uint64_t skipped = 0;
-  std::uint64_t looks = 0;       // at gradients, ahead of the end of a step
-  std::uint64_t early = 0;       // chunks that were updated ahead of it
-  std::uint64_t by_devices = 0;  // the most bytes that came to a rank from devices of others
-  std::uint64_t lagging = 0;     // pages that a forward or a backward saw with gradients missing
+  std::uint64_t looks = 0;    // at gradients, ahead of the end of a step
+  std::uint64_t early = 0;    // chunks that were updated ahead of it
+  std::uint64_t lagging = 0;  // pages that a forward or a backward saw with gradients missing
 };
 
 RanksResult simulate_ranks(std::uint64_t seed, Trouble trouble);

@@ -38,8 +38,7 @@ void expect_named(const RanksResult& result) {
 }
 
 TEST(RankSimulator, TheBitsAreThoseOfOneTrainingInPlainMemory) {
-  std::uint64_t faults = 0, pieces = 0, skipped = 0, looks = 0, early = 0, lagging = 0, carried = 0,
-                sums = 0, early_sums = 0, by_devices = 0;
+  std::uint64_t faults = 0, pieces = 0, skipped = 0, looks = 0, early = 0, lagging = 0;
   for_seeds(96, [&](std::uint64_t seed) {
     const RanksResult result = simulate_ranks(seed, Trouble::none);
     EXPECT_EQ(result.broken, "");
@@ -50,10 +49,6 @@ TEST(RankSimulator, TheBitsAreThoseOfOneTrainingInPlainMemory) {
     looks += result.looks;
     early += result.early;
     lagging += result.lagging;
-    carried += result.carried;
-    sums += result.sums;
-    early_sums += result.sums == 0 ? 0 : result.early;
-    by_devices += result.by_devices;
   });
   if (replays()) return;
   EXPECT_GT(faults, 0U) << "disks were never used";
@@ -62,10 +57,6 @@ TEST(RankSimulator, TheBitsAreThoseOfOneTrainingInPlainMemory) {
   EXPECT_GT(looks, 0U) << "nobody looked at gradients";
   EXPECT_GT(early, 0U) << "no update began in a backward";
   EXPECT_GT(lagging, 0U) << "no update was ever late";
-  EXPECT_GT(carried, 0U) << "all ranks were of one machine";
-  EXPECT_GT(sums, 0U) << "no machine added up what its ranks had";
-  EXPECT_GT(by_devices, 0U) << "no device lent a page";
-  EXPECT_GE(early_sums, of_all_seeds(1U)) << "no update of such sums began in a backward";
 }
 
 TEST(RankSimulator, ALateRankIsWaitedFor) {
@@ -111,15 +102,7 @@ TEST(RankSimulator, OptionsThatDifferAreRefusedOnAllRanks) {
     const RanksResult result = simulate_ranks(seed, Trouble::other_options);
     EXPECT_EQ(result.broken, "");
     EXPECT_TRUE(result.happened);
-    std::uint32_t refused = 0;
-    for (const RanksResult::Rank& rank : result.ranks) {
-      refused += rank.refused;
-      if (rank.refused != 0) continue;
-      // Of several machines, one that refused and ended may be heard ahead of what others asked.
-      EXPECT_GT(result.carried, 0U);
-      EXPECT_TRUE(rank.error && names_a_lost_rank(result, rank.error->text()));
-    }
-    EXPECT_GT(refused, 0U);
+    for (const RanksResult::Rank& rank : result.ranks) EXPECT_GT(rank.refused, 0U);
   });
 }
 
@@ -128,8 +111,6 @@ TEST(RankSimulator, ARankThatEndsEarlyIsNamedByAllOthers) {
     const RanksResult result = simulate_ranks(seed, Trouble::fewer_steps);
     EXPECT_EQ(result.broken, "");
     for (std::uint32_t rank = 0; rank < result.ranks.size(); ++rank) {
-      // Over a network it may hear of their ends while it waits for them to hear of its own.
-      if (rank == result.culprit && result.carried != 0) continue;
       EXPECT_EQ(result.ranks[rank].error.has_value(), rank != result.culprit) << "rank " << rank;
     }
     for (const RanksResult::Rank& rank : result.ranks) {

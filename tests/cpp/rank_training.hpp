@@ -1,5 +1,5 @@
-// Ranks of one machine, or of one each, as threads of this process, over a loopback: what they
-// train, and that all end with the same bits.
+// Ranks of one machine as threads of this process, over a loopback: what they train, and that all
+// end with the same bits.
 //
 // Threads: each rank has one.
 //
@@ -23,8 +23,6 @@
 
 #include "adoptions.hpp"
 #include "doubles/loopback.hpp"
-#include "doubles/wire_loopback.hpp"
-#include "engine/ranks/relays.hpp"
 #include "engine/session.hpp"
 #include "forked.hpp"
 #include "io_fixtures.hpp"
@@ -144,49 +142,6 @@ inline std::unique_ptr<Session> open_rank(Loopback& machine, std::uint32_t rank,
   return std::make_unique<Session>(config, std::move(parts));
 }
 
-// How many ranks share a machine, as far as there are as many.
-enum class Hosts : std::uint32_t { one = UINT32_MAX, one_each = 1, pairs = 2, triples = 3 };
-
-// By rank.
-inline std::vector<std::string> machine_names(std::uint32_t ranks, Hosts hosts) {
-  std::vector<std::string> names;
-  const auto each = static_cast<std::uint32_t>(hosts);
-  for (std::uint32_t rank = 0; rank < ranks; ++rank) {
-    names.push_back("m" + std::to_string(rank / each));
-  }
-  return names;
-}
-
-// Ranks of several machines: the ways between them, and a folder for each machine.
-class Cluster final {
- public:
-  Cluster(std::uint32_t ranks, Hosts hosts, WireLoopbackOptions options = {})
-      : names_(machine_names(ranks, hosts)), wires_(ranks, options) {
-    for (std::uint32_t rank = 0; rank < ranks; ++rank) {
-      if (!folders_[names_[rank]]) folders_[names_[rank]] = std::make_unique<TempFolder>();
-    }
-  }
-
-  // `turned`: is called in every turn.
-  std::unique_ptr<Session> open(std::uint32_t rank, Config config,
-                                const std::function<void()>& turned = {}, SessionParts parts = {}) {
-    config.rank = rank;
-    config.ranks = static_cast<std::uint32_t>(names_.size());
-    config.sums_ranks = config.accumulate = true;
-    config.machines = names_;
-    config.ranks_folder = folders_.at(names_[rank])->path();
-    parts.wire = wires_.wire(rank);
-    if (turned) parts.turned = [turned](const PageTable&, const Claims&) { turned(); };
-    return std::make_unique<Session>(config, std::move(parts));
-  }
-  WireLoopback& wires() { return wires_; }
-
- private:
-  const std::vector<std::string> names_;
-  std::map<std::string, std::unique_ptr<TempFolder>> folders_;
-  WireLoopback wires_;
-};
-
 using TwoRanks = std::function<void(Session& session, std::uint32_t rank, std::barrier<>& all)>;
 
 // Two ranks of a machine. None closes its session while the other may still read from it, or ring
@@ -206,11 +161,9 @@ inline void on_two_ranks(const TwoRanks& body) {
 inline std::vector<std::vector<float>> trained(std::uint32_t ranks, int steps, const Config& of,
                                                const StepOptions& options, const Between& between,
                                                std::uint32_t batches = kBatches,
-                                               Hosts hosts = Hosts::one,
                                                const RanksDevice& device = {}) {
   std::vector<std::vector<float>> results(ranks);
   Loopback machine(ranks);
-  Cluster machines(ranks, hosts, {.latency = std::chrono::microseconds(100), .bytes_s = 1e9});
   std::barrier all(static_cast<std::ptrdiff_t>(ranks));
   std::vector<std::unique_ptr<TempFolder>> folders;
   for (std::uint32_t r = 0; r < ranks; ++r) folders.push_back(std::make_unique<TempFolder>());
@@ -219,9 +172,7 @@ inline std::vector<std::vector<float>> trained(std::uint32_t ranks, int steps, c
     config.ranks = ranks;  // a device takes more host memory of several
     config = device.fit(config);
     if (!config.ssd_paths.empty()) config.ssd_paths = {folders[rank]->path()};
-    const auto opened = hosts == Hosts::one
-                            ? open_rank(machine, rank, config, ranks, device.parts())
-                            : machines.open(rank, config, {}, device.parts());
+    const auto opened = open_rank(machine, rank, config, ranks, device.parts());
     Session& session = *opened;
     fill_all(session);
     all.arrive_and_wait();  // nobody reads what is not written yet
@@ -255,23 +206,22 @@ inline void expect_bits(const std::vector<float>& expected,
 }
 
 inline void expect_the_same_for_all(const Config& config, const StepOptions& options,
-                                    const Between& between = {}, Hosts hosts = Hosts::one,
+                                    const Between& between = {},
                                     const std::vector<std::uint32_t>& counts = {2, 3, 4}) {
   const std::vector<float> expected = trained(1, 3, config, options, {})[0];
   for (const std::uint32_t ranks : counts) {
-    expect_bits(expected, trained(ranks, 3, config, options, between, kBatches, hosts));
+    expect_bits(expected, trained(ranks, 3, config, options, between));
   }
 }
 
 // As those of one rank that updates at step(); each rank has one micro-batch.
 inline void expect_the_bits_of_on_step(const Config& config, const StepOptions& options,
-                                       Hosts hosts = Hosts::one,
                                        const std::vector<std::uint32_t>& counts = {2, 3}) {
   for (const std::uint32_t ranks : counts) {
     Config plain = config;
     plain.update = UpdateMode::on_step;
     const std::vector<float> expected = trained(1, 4, plain, options, {}, ranks)[0];
-    expect_bits(expected, trained(ranks, 4, config, options, {}, ranks, hosts));
+    expect_bits(expected, trained(ranks, 4, config, options, {}, ranks));
   }
 }
 

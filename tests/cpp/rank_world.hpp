@@ -1,4 +1,4 @@
-// What the ranks of a simulated training share: machines, whose turn it is, and what they should
+// What the ranks of a simulated training share: a machine, whose turn it is, and what they should
 // learn.
 //
 // Threads: those of the ranks, of which one runs at a time.
@@ -16,7 +16,6 @@
 #include "doubles/loopback.hpp"
 #include "doubles/turns.hpp"
 #include "doubles/virtual_clock.hpp"
-#include "doubles/virtual_network.hpp"
 #include "promise.hpp"
 #include "rank_oracle.hpp"
 #include "rank_script.hpp"
@@ -24,7 +23,7 @@
 
 namespace strata {
 
-// What the ranks share: machines, whose turn it is, and what they should learn.
+// What the ranks share: a machine, whose turn it is, and what they should learn.
 struct World {
   World(std::uint64_t seed, Trouble its_trouble)
       : random(seed),
@@ -32,7 +31,6 @@ struct World {
         script(write_script(random, trouble)),
         oracle(script.model, script.initial),
         machine(script.ranks),
-        network(machine, script.machines(), script.network),
         turns(script.ranks, random()) {
     result.ranks.resize(script.ranks);
     result.culprit = script.culprit;
@@ -53,7 +51,6 @@ struct World {
   const Script script;
   RankOracle oracle;
   Loopback machine;
-  VirtualNetwork network;
   Turns turns;
   VirtualClock clock;
   RanksResult result;

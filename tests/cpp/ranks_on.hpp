@@ -3,7 +3,7 @@
 // Threads: those of the ranks.
 //
 //   TestDevice gpu(TestedOn::gpu_double, {.late = true, .seed = seed});
-//   trained(2, 3, config, options, {}, batches, Hosts::one, ranks_on(gpu));
+//   trained(2, 3, config, options, {}, batches, ranks_on(gpu));
 #pragma once
 
 #include <cstring>

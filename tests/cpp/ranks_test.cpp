@@ -3,7 +3,6 @@
 #include <gtest/gtest.h>
 
 #include "doubles/held_engine.hpp"
-#include "doubles/lending_memory.hpp"
 #include "left_snapshots.hpp"
 #include "rank_training.hpp"
 
@@ -24,6 +23,23 @@ TEST(Ranks, NorWhereStateRestsOnTheSsd) {
 }
 
 // Pages of one rank come to rest elsewhere while others compute with them, or wait for their own.
+// The second unit is frozen, and a part of the third.
+TEST(Ranks, NorWhereSomeIsFrozen) {
+  Config config = roomy();
+  for (const std::size_t param : {1U, 2U, 3U}) config.params[param].trainable = false;
+  const auto found = [&](std::uint32_t ranks) {
+    std::barrier all(static_cast<std::ptrdiff_t>(ranks));
+    const Between writes = [&all](Session& session, int step) {
+      all.arrive_and_wait();  // nobody computes with it any more
+      std::vector<float> values(1'000, static_cast<float>(step));
+      session.write(1, Kind::master, 30'000, values.data(), values.size());
+    };
+    return trained(ranks, 3, config, {.max_norm = 0.5, .grad_divisor = 12.0}, writes);
+  };
+  const std::vector<float> expected = found(1)[0];
+  for (const std::uint32_t ranks : {3U, 4U}) expect_bits(expected, found(ranks));
+}
+
 TEST(Ranks, NorWhereEachRankTakesOverPlansOfItsOwn) {
   const TempFolder folder;
   expect_the_same_for_all(tight(folder), {.grad_divisor = 12.0}, [](Session& session, int step) {
@@ -98,7 +114,7 @@ std::vector<Bfloat16s> all_shown(Session& session) {
   return shown;
 }
 
-// What is frozen has the versions in it that pages of other values had, which devices have lent.
+// What is frozen has the versions in it that pages of other values had.
 TEST(Ranks, ShowWhatAnotherRunHasLeftThem) {
   std::array<TempFolder, 2> folders;
   std::array<Linked, 2> left;
@@ -108,18 +124,12 @@ TEST(Ranks, ShowWhatAnotherRunHasLeftThem) {
     std::barrier all(2);
     on_ranks(2, [&](std::uint32_t rank) {
       Config config = tight(folders[rank]);
-      config.device_lending = DeviceLending::always;
       config.params[1].trainable = false;
-      SessionParts parts;
-      parts.open_device = [](Doorbell* bell) -> OpenedDevice {
-        return {nullptr, lending_host(bell, CopyMode::threaded), nullptr};
-      };
-      const auto opened = open_rank(machine, rank, config, 2, std::move(parts));
+      const auto opened = open_rank(machine, rank, config, 2);
       fill_all(*opened, next ? 2 : 1);
       all.arrive_and_wait();
       train_rank(*opened, 1, {}, {});
       (next ? own : expected)[rank] = all_shown(*opened);
-      EXPECT_GT(opened->stats().from_devices_bytes, 0U);
       all.arrive_and_wait();  // others may still read from this one
       if (!next) left[rank] = take(*opened, "first");
       if (next) resume(*opened, {left[rank]});
@@ -263,11 +273,11 @@ TEST(Ranks, GradientsOfAParameterInAPassAreNotCounted) {
     }
   }};
   const StepOptions options{.grad_divisor = 1'000.0};
-  const auto train = [&](std::uint32_t count, std::uint32_t batches, Hosts hosts) {
-    return trained(count, 1, roomy(), options, {}, batches, hosts, device);
+  const auto train = [&](std::uint32_t count, std::uint32_t batches) {
+    return trained(count, 1, roomy(), options, {}, batches, device);
   };
-  expect_bits(train(1, 2, Hosts::one)[0], train(2, 2, Hosts::one));
-  expect_bits(train(1, 4, Hosts::one)[0], train(4, 4, Hosts::pairs));
+  expect_bits(train(1, 2)[0], train(2, 2));
+  expect_bits(train(1, 4)[0], train(4, 4));
 }
 
 // Also where it lives on, as one does whose model was collected.

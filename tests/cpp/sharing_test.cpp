@@ -213,8 +213,7 @@ TEST(RemotePages, WhatLagsIsAskedForAgainAtEveryStepAndNeverFurtherBack) {
   table.add(1);
   table.set_unit(PageId{0}, UnitId{0});
   table.place(PageId{0}, {Tier::remote, 0});
-  const PageRanks pages{.rank = 0, .holders = {1}, .sources = {1}};
-  RemotePages remote(table, *ranks.peers[0], pages);
+  RemotePages remote(table, *ranks.peers[0], {1});
   const PageId page{0};
   remote.set_step(5, 2);
   // 1. Computation is content with step 3, and gets 4, which lags.
@@ -266,8 +265,7 @@ TEST(RemotePages, AskOnceGiveBackOnceAndNothingIsOpenBehindSettle) {
       holders.push_back(1 + i % 2);
       table.place(PageId{i}, {Tier::remote, i});
     }
-    const PageRanks pages{.rank = 0, .holders = holders, .sources = holders};
-    RemotePages remote(table, *ranks.peers[0], pages);
+    RemotePages remote(table, *ranks.peers[0], holders);
     std::vector<int> users(kPages, 0);
     std::vector<bool> asked(kPages, false), lent(kPages, false);
     std::unique_ptr<RemotePages::Hold> held;

@@ -73,25 +73,6 @@ TEST(Transfers, AFailedUploadLeavesNothingAndSaysWhere) {
   EXPECT_EQ(core.moved_pages(Link::upload), 0U);
 }
 
-// Also where it fails.
-TEST(Transfers, WhatIsCopiedForOtherRanksKeepsNobodyWaiting) {
-  for (const std::uint64_t fails : {0U, 1U}) {
-    SmallCore core({Tier::host}, {.device_frames = 1, .faults = {.nth_copy = fails}});
-    AlignedBuffer page(SmallCore::kPage);
-    core.transfers->copy(Link::upload,
-                         {.device = core.device.memory->address(FrameId{0}),
-                          .host = page.data(),
-                          .bytes = SmallCore::kPage,
-                          .with_pages = true},
-                         Requester::lender);
-    EXPECT_EQ(core.transfers->in_flight(Link::upload), 1U);
-    EXPECT_TRUE(core.transfers->idle());
-    ASSERT_TRUE(core.until([&] { return core.transfers->in_flight(Link::upload) == 0; }));
-    EXPECT_TRUE(core.transfers->idle());
-    EXPECT_EQ(core.errors.size(), fails);
-  }
-}
-
 // What lies behind the bytes in use moves over no link, but for the rest of a sector.
 TEST(Transfers, OnlyWhatIsUsedOfAPageMoves) {
   constexpr std::uint32_t kUsed = 2 * kIoAlignment - 100, kMoved = 2 * kIoAlignment;

@@ -78,7 +78,7 @@ class Session(Saves, Alone):
 
     def enter(
         self, unit: int, backward: bool, recorded: bool = True, *,
-        stream: int, visit: int, exact: bool,
+        stream: int, visit: int,
     ) -> None:  # fmt: skip
         self._open()
         self._note_stream(stream)
@@ -392,7 +392,7 @@ def plan(config: dict[str, Any]) -> dict[str, Any]:
                 "landing_bytes": landing[u],
                 "grad_bytes": grads[u],
                 "state_bytes": states[u],
-                **dict.fromkeys([*REMOTE, "lent_param_bytes"], 0),
+                **dict.fromkeys(REMOTE, 0),
                 "chunks": 1,
                 "on_device": False,
                 "param_tier": "host",

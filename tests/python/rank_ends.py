@@ -14,7 +14,6 @@ import strata
 import strata._api
 from rank_loops import Rank, batches_of, hash_of, make_model, options_of, train, wrap
 from rank_scenarios import bits
-from strata._config import wire
 from strata._storage import rank_board
 from strata._storage.together import Together
 from torch import distributed, nn
@@ -187,17 +186,3 @@ def loads_over_gradients_of_one(run: Rank, update: str) -> str:
     strata.load(model, run.folder / "checkpoint")
     train(run, model, optimizer, 1, first=1)
     return hash_of(model)
-
-
-def waits_for_another_machine(run: Rank) -> str:
-    """Rank 1 does not come to where machines connect, for as long as rank 0 waits. What that one
-    says."""
-    if run.rank == 1:
-        time.sleep(6.0)
-        return ""
-    wire.CONNECT = timedelta(seconds=2)
-    try:
-        wire.Wire(0, ["here", "there"], "some-run")
-    except strata.StrataError as error:
-        return str(error)
-    return "nothing"

@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 import signal
 from typing import Any
-from unittest import mock
 
 import strata
 import torch
@@ -25,15 +24,6 @@ def bits(run: Rank, steps: int = 3, path: str = "", saves: str = "", **options: 
     train(run, model, optimizer, steps)
     if saves:
         strata.save(model, saves)
-    return hash_of(model)
-
-
-def bits_of_lenders(run: Rank, **options: Any) -> str:
-    """The same, where GPUs lend each other pages, however fast they are."""
-    with mock.patch.dict(os.environ, STRATA_GPU_LENDING="always"):
-        model, optimizer = _wrap(run, options)
-    train(run, model, optimizer, 3)
-    assert strata.report(model).from_gpus_bytes > 0
     return hash_of(model)
 
 

@@ -4,7 +4,6 @@ world, of which groups train models of their own."""
 from __future__ import annotations
 
 import copy
-import os
 from pathlib import Path
 from typing import Any
 
@@ -194,8 +193,6 @@ def alone(run: Rank) -> list[Any]:
 
 
 def on_paper(run: Rank) -> list[Any]:
-    """Where two agents of torchrun have started two processes each: of the two groups, and of the
-    dimension of a mesh, the rank, and how many ranks of a group a machine has."""
-    os.environ["GROUP_WORLD_SIZE"] = "2"
+    """Of the two groups, and of the dimension of a mesh, the rank, and how many there are."""
     found = [ranks_on_paper(_groups(run, how)[0]) for how in ("groups", "mesh")]
-    return [(of.rank, of.count, of.together) for of in found if of is not None]
+    return [(of.rank, of.count) for of in found if of is not None]

@@ -14,7 +14,6 @@ import strata
 import torch
 from rank_loops import (
     BATCHES,
-    WIDTH,
     Rank,
     batches_of,
     hash_of,
@@ -57,20 +56,18 @@ def machines(run: Rank) -> tuple[str, ...]:
     return found.machines if found is not None else ()
 
 
-def has_its_own_tmp(run: Rank) -> dict[str, Any]:
-    """Two ranks and two others have folders that only they see. Returns what was learned, the names
-    of machines, and what is left in such a folder."""
+def wraps_apart(run: Rank) -> list[str]:
+    """Ranks that share no memory, or with `STRATA_MACHINE` not set, none of their folders. What
+    each is told."""
     from strata._config import ranks
 
-    home = run.folder / f"tmp-{run.rank // 2}"
-    home.mkdir(exist_ok=True)
-    os.environ["XDG_RUNTIME_DIR"] = str(home)
-    ranks._sees = lambda folder: folder.startswith(str(home))
-    model, optimizer = wrap(run, make_model())
-    train(run, model, optimizer, 2)
-    others = wrapped(model).ranks
-    names = others.machines if others is not None else ()
-    return {"hash": hash_of(model), "machines": names, "left": os.listdir(home)}
+    if "STRATA_MACHINE" not in os.environ:
+        ranks._sees = lambda _: run.rank == 0
+    try:
+        wrap(run, make_model())
+    except ValueError as error:
+        return [str(error)]
+    return []
 
 
 def reads_pages(run: Rank, steps: int, **options: Any) -> int:
@@ -86,77 +83,6 @@ def reads_pages(run: Rank, steps: int, **options: Any) -> int:
     run.meet()
     read: int = session.stats()["ssd to host bytes"] - before
     return read
-
-
-def crosses(run: Rank) -> tuple[int, int]:
-    """Bytes that this rank sends while all compute a forward, one behind the other; and bytes of
-    the parameters that it owns."""
-    model, _ = wrap(
-        run,
-        make_model(width=256),
-        page_size="64KiB",
-        memory={"device": "2MiB", "host": "128MiB"},
-    )
-    state = wrapped(model)
-    assert state.wire is not None
-    run.meet()
-    before = sum(state.wire.sent.values())
-    for turn in range(run.ranks):
-        if turn == run.rank:
-            with torch.no_grad():
-                model(torch.ones(3, 256))
-        run.meet()
-    sent = sum(state.wire.sent.values()) - before
-    owned = 0
-    for number, parameter in enumerate(state.params):
-        counts = [n for of, _, n in state.session.owners(number, run.rank) if of == run.rank]
-        owned += sum(counts) * parameter.element_size()
-    return sent, owned
-
-
-def crosses_of_frozen(run: Rank, form: str) -> dict[str, int]:
-    """Bytes that this rank sends in a step in which little trains; and those of the parameters that
-    do, of their pages, and of all others as they rest."""
-    units, page_bytes = 3, 64 << 10
-    model = make_model(units, width=256)
-    first, *_ = others = [p for p in model.parameters() if p.dim() == 2]
-    for parameter in others:
-        parameter.requires_grad_(False)
-    trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
-    frozen = sum(p.nbytes for p in others) // (8 if form == "nf4" else 1)
-    memory = {"device": "2MiB", "host": "128MiB"}
-    model, optimizer = wrap(run, model, frozen=form, page_size=page_bytes, memory=memory)
-    state = wrapped(model)
-    assert state.wire is not None
-    run.meet()
-    before = sum(state.wire.sent.values())
-    for _ in range(2):
-        model(torch.ones(3, first.shape[1])).square().mean().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    run.meet()
-    sent = sum(state.wire.sent.values()) - before
-    return {"sent": sent, "trained": trained, "pages": units * page_bytes, "frozen": frozen}
-
-
-def sends(run: Rank, steps: int = 2, **options: Any) -> dict[str, Any]:
-    """The parameters after some steps, the bytes that this rank sent until all had those of the
-    last one, and the bytes of all gradients of a step."""
-    model, optimizer = wrap(run, make_model(), **options_of(run, options))
-    train(run, model, optimizer, steps)
-    with torch.no_grad():
-        model(torch.ones(3, WIDTH).to(next(model.parameters()).dtype))
-    run.meet()
-    state = wrapped(model)
-    assert state.wire is not None
-    sent = sum(state.wire.sent.values())
-    run.meet()  # what is read below crosses, too
-    return {
-        "hash": hash_of(model),
-        "sent": sent,
-        "gradients": sum(parameter.nbytes for parameter in state.params),
-        "report": str(strata.report(model)),
-    }
 
 
 def shows(run: Rank, only_first: bool) -> dict[str, Any] | None:

@@ -54,8 +54,6 @@ def is_refused(run: Rank, what: str) -> list[str]:
         from strata._config import ranks
 
         ranks._meeting_folder = _no_folder
-    if what == "lending" and odd:
-        os.environ["STRATA_GPU_LENDING"] = "often"
     if what == "dtypes" and odd:
         options["dtype"] = torch.bfloat16
     if what == "pages" and odd:
@@ -66,10 +64,6 @@ def is_refused(run: Rank, what: str) -> list[str]:
         strata._core.__version__ = "0.0.0"
     if what == "sums" and odd:
         options["rank_gradients"] = "sum"
-    if what == "gathers" and odd:
-        options["rank_gathers"] = "int8"
-    if what == "machine sums" and odd:
-        options["rank_sums"] = "machines"
     if what == "workers" and odd:
         options["workers"] = -1
     if what in ("weights", "missing", "values of a file"):

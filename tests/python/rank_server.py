@@ -3,7 +3,6 @@
 with Ranks() as ranks:
     results = ranks.run("losses", 2, steps=3)       # of rank_scenarios.losses, by rank
     results = ranks.run("losses", "aabb", steps=3)  # likewise, two on each of two machines
-    results = ranks.run("takes", "ab", series="/tmp/{machine}", hides="/tmp")   # own disks
     run = ranks.start("endless", 2)                 # ... .pids, to send signals to
     outcomes = run.wait()                           # .value, .code, .error, .seconds, by rank
 
@@ -150,9 +149,8 @@ class Ranks:
 
     def start(self, scenario: str, ranks: int | str, **arguments: Any) -> Run:
         """Starts `ranks` processes; one alone is no rank, as without torchrun. A text has a letter
-        for the machine of each, which does not share memory with the others; "{machine}" in an
-        argument becomes it, and with `hides` none sees the others' disks. `scenario`: a function
-        of rank_scenarios.py, or with its module ahead of it, as "rank_saves.saves"."""
+        for the machine of each, which does not share memory with the others. `scenario`: a
+        function of rank_scenarios.py, or with its module ahead of it, as "rank_saves.saves"."""
         machines = ranks if isinstance(ranks, str) else ""
         count = len(machines) if isinstance(ranks, str) else ranks
         folder = Path(self._folder.name) / f"run-{self._runs}"
@@ -209,7 +207,6 @@ def _be_rank(order: dict[str, Any], rank: int) -> None:
 def _run_scenario(order: dict[str, Any], rank: int) -> None:
     import rank_scenarios
     import torch
-    from machine_disks import hide_others
 
     folder = Path(order["folder"])
     log = os.open(folder / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT)
@@ -219,10 +216,7 @@ def _run_scenario(order: dict[str, Any], rank: int) -> None:
     faulthandler.register(signal.SIGUSR2)  # where each thread is
     torch.set_num_threads(1)
     if order["machines"]:
-        machine = os.environ["STRATA_MACHINE"] = order["machines"][rank]
-        order["with"] = json.loads(json.dumps(order["with"]).replace("{machine}", machine))
-        if root := order["with"].pop("hides", None):
-            hide_others(root, machine)
+        os.environ["STRATA_MACHINE"] = order["machines"][rank]
     run = rank_scenarios.Rank(rank, order["ranks"], folder, order["port"])
     if order["ranks"] > 1:
         os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(order["ranks"])}

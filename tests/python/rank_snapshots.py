@@ -1,6 +1,5 @@
-"""What ranks do in tests of their snapshots, of one machine (test_rank_snapshots.py) and of several
-(test_machine_snapshots.py): each function runs in every rank of a run, and in a process that is
-alone."""
+"""What ranks do in tests of their snapshots (test_rank_snapshots.py): each function runs in every
+rank of a run, and in a process that is alone."""
 
 from __future__ import annotations
 
@@ -20,9 +19,8 @@ from rank_saves import STEPS, Kinds, loads
 from strata._runtime.wrapped import wrapped
 from strata._storage import snapshot_writer
 from strata._storage.checkpoint_files import read_manifest, write_manifest
-from strata._storage.snapshot import drop_removed, snapshot_alone
+from strata._storage.snapshot import snapshot_alone
 from strata._storage.snapshot_links import Links
-from strata._storage.snapshot_machines import Copies
 from strata._storage.snapshot_series import remove_snapshot
 from strata._storage.together import Together
 from torch import nn
@@ -151,8 +149,9 @@ def replaces(run: Rank, series: str, **options: Any) -> int:
             remove_snapshot(before)
         run.meet()
         before = newest
-    drop_removed(model)
-    return len(wrapped(model).snapshots.kept)
+    kept = wrapped(model).snapshots.kept
+    kept.drop_removed()
+    return len(kept)
 
 
 def calls_late(run: Rank, series: str, **options: Any) -> dict[str, Any]:
@@ -385,7 +384,6 @@ PLACES: dict[str, tuple[Any, str]] = {
     "linked": (Links, "sync"),
     "part": (snapshot_writer, "write_part"),
     "manifest": (snapshot_writer, "write_large_manifest"),
-    "copy": (Copies, "take"),
     "newest": (snapshot_writer, "make_newest_of"),
     "finish": (Links, "finish"),
     "rotate": (snapshot_writer.KeptSnapshots, "rotate"),

@@ -55,7 +55,7 @@ def only_file():
 def test_every_lane_is_measured_alone_and_beside_the_others(disk):
     found = calibrate.measure(Setup(1, PAGE, [str(disk)], "threads"))
     assert found.typical == []
-    others = ("slow", "landing_waits", "updates_first", "peer_bytes_s")
+    others = ("slow", "landing_waits", "updates_first")
     assert all(v > 0 for name, v in found.costs.to_dict().items() if name not in others)
     slow = found.costs.slow
     for lane in probes.LANES:

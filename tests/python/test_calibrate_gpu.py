@@ -128,7 +128,7 @@ def test_a_gpu_is_measured_where_it_is(gpu: Any, links: list[str]) -> None:
     assert found.typical == []
     for name, value in found.costs.to_dict().items():
         if name not in ("slow", "landing_waits", "updates_first"):
-            others = ("read_bytes_s", "write_bytes_s", "decode_bytes_s", "peer_bytes_s")
+            others = ("read_bytes_s", "write_bytes_s", "decode_bytes_s")
             assert (value > 0) is (name not in others)
     for lane in ("compute", "upload", "download", "update"):
         others = {"compute", "upload", "download", "update"} - {lane}

@@ -222,7 +222,7 @@ def test_what_is_missing_or_unknown_is_named() -> None:
         fields = {name: getattr(whole, name) for name in whole.to_dict()}
         assert type(whole)(**fields) == whole
         optional = {"landing_waits", "updates_first", "grads_rest", "code_bytes"}
-        optional |= {"decode_bytes_s", "peer_bytes_s", "lent_param_bytes"}
+        optional |= {"decode_bytes_s"}
         optional |= {name for name in fields if name.startswith("remote_")}
         for name in fields.keys() - optional:
             with pytest.raises(TypeError, match=f"needs {name}"):

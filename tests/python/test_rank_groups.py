@@ -48,14 +48,6 @@ def test_two_groups_train_as_two_worlds_do(
         assert of == worlds[of["data"]][of["rank"]]
 
 
-def test_nor_do_they_meet_between_machines(
-    ranks: Ranks, tmp_path: Path, worlds: list[list[Found]]
-) -> None:
-    """Both groups have a rank on each machine."""
-    for of in ranks.run("rank_groups.trains", "aabb", path=str(tmp_path), how="groups"):
-        assert of == worlds[of["data"]][of["rank"]]
-
-
 def test_a_process_may_be_in_groups_one_after_another(
     ranks: Ranks, worlds: list[list[Found]]
 ) -> None:
@@ -72,13 +64,10 @@ def test_processes_may_average_their_parameters(ranks: Ranks) -> None:
         assert "leave async_op=True out" in refused
 
 
-@pytest.mark.parametrize("where", [thorough(4), "aabb"])
-def test_a_mesh_of_two_dimensions_trains_one_model(
-    ranks: Ranks, worlds: list[list[Found]], where: int | str
-) -> None:
-    """Over all of its processes, be they all there are or not, on one machine or two."""
+def test_a_mesh_of_two_dimensions_trains_one_model(ranks: Ranks, worlds: list[list[Found]]) -> None:
+    """Over all of its processes, be they all there are or not."""
     saved = worlds[0][0]["saved"]
-    assert ranks.run("rank_groups.over_a_mesh", where) == [
+    assert ranks.run("rank_groups.over_a_mesh", 4) == [
         [[0, saved]],
         [[1, saved], [0, saved]],
         [[2, saved], [1, saved]],
@@ -91,11 +80,10 @@ def test_a_group_of_one_is_alone(ranks: Ranks, worlds: list[list[Found]]) -> Non
 
 
 def test_a_plan_is_of_the_group(ranks: Ranks) -> None:
-    """Those of `groups` are of two machines, and those of the mesh of one."""
     groups = [0, 0, 1, 1]
     mesh = [0, 1, 0, 1]
     assert ranks.run("rank_groups.on_paper", 4) == [
-        [[groups[rank], 2, 1], [mesh[rank], 2, 2]] for rank in range(4)
+        [[groups[rank], 2], [mesh[rank], 2]] for rank in range(4)
     ]
 
 

@@ -28,8 +28,6 @@ pytestmark = pytest.mark.thorough
         ("budgets", r"memory\['host'\].* is 96.0 MiB on rank 0 and 64.0 MiB on rank 1"),
         ("versions", r"version of strata is \S+ on rank 0 and 0.0.0 on rank 1"),
         ("sums", "rank_gradients is mean on rank 0 and sum on rank 1"),
-        ("gathers", "rank_gathers is exact on rank 0 and int8 on rank 1"),
-        ("machine sums", "rank_sums is ranks on rank 0 and machines on rank 1"),
         ("workers", r"workers must be .*-1|refused on rank 1: ValueError: workers must be"),
         (
             "weights",
@@ -55,7 +53,6 @@ def test_what_ranks_cannot_train_together_is_named_by_all(
     ("what", "who", "words"),
     [
         ("infeasible", 1, "StrataError: infeasible: .*device|^infeasible: .*device"),
-        ("lending", 1, "STRATA_GPU_LENDING is 'often': it is one of faster, always, never"),
         ("folder", 0, "no room to meet"),
         ("files", 1, "memory|File too large|ulimit -f"),
         ("descriptors", 1, "ulimit -n|open files"),
@@ -74,6 +71,16 @@ def test_what_one_rank_refuses_by_itself_all_say(
         if rank != who:
             assert kind == "ValueError"
             assert f"refused on rank {who}: " in said
+
+
+@pytest.mark.parametrize("who", ["ab", "aab", 2])
+def test_ranks_that_share_no_memory_are_refused(ranks: Ranks, who: int | str) -> None:
+    """As on several machines, or in containers with a /tmp of their own."""
+    for (said,) in ranks.run("rank_promises.wraps_apart", who):
+        assert re.search(
+            r"ranks are on 2 machines \(rank 0 on .*rank 1 on .*start all of them", said
+        )
+    assert not list(ranks.temporary.glob("strata-ranks-*"))
 
 
 def test_what_the_core_compares_is_named_by_all(ranks: Ranks) -> None:

@@ -28,13 +28,6 @@ def test_bits_do_not_depend_on_the_number_of_ranks(ranks: Ranks, case: str) -> N
         assert same(ranks.run("rank_gpus.bits", count, **CASES[case])) == expected
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_nor_where_pages_come_from_other_gpus(ranks: Ranks, case: str) -> None:
-    expected = same(ranks.run("rank_gpus.bits", 1, **CASES[case]))
-    for count in (2, 4):
-        assert same(ranks.run("rank_gpus.bits_of_lenders", count, **CASES[case])) == expected
-
-
 @pytest.mark.parametrize("form", ["nf4-double", "int8"])
 def test_nor_where_a_base_rests_as_codes(ranks: Ranks, form: str) -> None:
     expected = same(ranks.run("rank_gpus.bits", 1, frozen=form))

@@ -167,13 +167,8 @@ def told(place: Path, output: str, ranks: int, **more: Any) -> list[str]:
     return arguments(place, output, **given)
 
 
-def finetune(launcher: list[str], options: list[str], machines: bool = False) -> list[str]:
-    """`machines`: each rank counts as one of its own, where other files are meant by "drive"."""
-    if not machines:
-        return [*launcher, "-m", "strata", *options]
-    script = 'mkdir -p "host-$RANK/drive" && cd "host-$RANK" && STRATA_MACHINE="$RANK" exec "$@"'
-    own = [sys.executable, "-m", "strata", *options]
-    return [*launcher, "--no-python", "sh", "-c", script, "sh", *own]
+def finetune(launcher: list[str], options: list[str]) -> list[str]:
+    return [*launcher, "-m", "strata", *options]
 
 
 def alone(options: list[str]) -> list[str]:
@@ -230,27 +225,25 @@ def process_of(run: subprocess.Popen[str], rank: int) -> psutil.Process:
     return found
 
 
-@pytest.mark.parametrize("machines", [False, True], ids=["one machine", "two machines"])
 @pytest.mark.parametrize("saves", ["save-every", "snapshot-every"])
 @pytest.mark.parametrize("victim", [0, 1])
 def test_finetune_goes_on_after_a_rank_was_killed(
-    launcher: list[str], tiny: Path, victim: int, saves: str, machines: bool
+    launcher: list[str], tiny: Path, victim: int, saves: str
 ) -> None:
     (tiny / "drive").mkdir()
     more = {"steps": 40, saves: 2, "eval-every": 0, "ssd-path": "drive"}
-    ran(finetune(launcher, told(tiny, "whole", RANKS, **more), machines), cwd=tiny)
-    run = start(finetune(launcher, told(tiny, "cut", RANKS, **more), machines), cwd=tiny)
+    ran(finetune(launcher, told(tiny, "whole", RANKS, **more)), cwd=tiny)
+    run = start(finetune(launcher, told(tiny, "cut", RANKS, **more)), cwd=tiny)
     await_checkpoint(run, tiny / "cut")
     process_of(run, victim).kill()
     out, errors = end(run)
     assert run.returncode == 1
     assert "step 40/40" not in out
-    if not machines:  # between machines it takes longer than torchrun, which ends the others
-        assert f"strata: rank {1 - victim}: rank {victim} has died" in errors, errors
+    assert f"strata: rank {1 - victim}: rank {victim} has died" in errors, errors
     assert not (tiny / "cut" / "model").exists()
 
     again = ["finetune", "--output", str(tiny / "cut"), "--resume"]
-    ran(finetune(launcher, again, machines), cwd=tiny)
+    ran(finetune(launcher, again), cwd=tiny)
     assert equal(tiny / "cut" / "model", tiny / "whole" / "model")
     assert [row["step"] for row in lines(tiny / "cut") if "loss" in row] == list(range(1, 41))
 

@@ -25,7 +25,7 @@ import torch
 from .. import _core
 from .._config import device
 from .._config.budgets import UNBOUNDED
-from .._config.choices import HOST, OF_SEVERAL_MACHINES
+from .._config.choices import HOST
 from .._config.configure import config_of
 from .._config.frozen import coded_parameters, stored_forms
 from .._config.options import Options
@@ -219,8 +219,7 @@ def run(options: argparse.Namespace) -> int:
         workers=1,
         snapshots=options.snapshots,
         frozen=options.frozen,
-        ranks=paper_ranks(options.ranks, options.machines) if options.ranks > 1 else None,
-        **{name: getattr(options, name) for name in OF_SEVERAL_MACHINES},
+        ranks=paper_ranks(options.ranks) if options.ranks > 1 else None,
     )
     config = choose(name, None, options.sequence, trusted=None).config
     step = Step(

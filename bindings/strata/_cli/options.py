@@ -24,9 +24,6 @@ from .._config.choices import (
     FORCED,
     FORMS,
     IO_ENGINES,
-    OF_SEVERAL_MACHINES,
-    RANK_GATHERS,
-    RANK_SUMS,
     RANKS_MAX,
     SPEED_OF,
     STATE_DTYPES,
@@ -53,13 +50,13 @@ if TYPE_CHECKING:
 
 # What options take, and how help calls that; all others take any text.
 _KINDS: tuple[tuple[Callable[[str], Any], str, tuple[str, ...]], ...] = (
-    (positive, "N", ("--steps", "--batch", "--sequence", "--split", "--ranks", "--machines")),
+    (positive, "N", ("--steps", "--batch", "--sequence", "--split", "--ranks")),
     (workers, "N", ("--workers",)),
     (count, "N", ("--snapshots",)),
     (parse_some, "SIZE", ("--ssd-endurance",)),
     (page_size, "SIZE", ("--page-size",)),
     (parse_speed, "SPEED", ("--upload-speed", "--download-speed", "--device-bandwidth")),
-    (parse_speed, "SPEED", ("--ssd-read-speed", "--ssd-write-speed", "--link", "--gpu-link")),
+    (parse_speed, "SPEED", ("--ssd-read-speed", "--ssd-write-speed")),
     (parse_count, "N", ("--update-speed", "--flops")),
     (parse_factor, "X", ("--tokens-scale", "--compute-speed")),
     (parse_device, "NAME", ("--device",)),
@@ -73,8 +70,6 @@ CHOICES = {
     "--dtype": DTYPES,
     "--frozen": (AS_IS, *FORMS),
     "--io-engine": IO_ENGINES,
-    "--rank-gathers": RANK_GATHERS,
-    "--rank-sums": RANK_SUMS,
     "--state-dtype": STATE_DTYPES,
 }
 SEVERAL = ("--ssd-path",)
@@ -106,8 +101,8 @@ class Parser(argparse.ArgumentParser):
             check_split(getattr(options, "split", None), getattr(options, "activations", None))
             if hasattr(options, "frozen"):
                 check_base(options.frozen, options.lora)
-            if hasattr(options, "machines"):
-                _check_machines(options)
+            if hasattr(options, "ranks"):
+                _check_ranks(options.ranks)
                 _check_ssd(options)
         except ValueError as error:
             self.error(str(error))
@@ -156,27 +151,9 @@ def add_machine(parser: Parser) -> None:
         type=worded(_budgets),
         metavar="device=SIZE,host=SIZE[,ssd=SIZE]",
         help="budgets, such as device=8GiB,host=24GiB,ssd=200GiB; of several ranks each has the "
-        "device budget, and all of a machine share the others",
+        "device budget, and all share the others",
     )
     add("--ranks", f"processes that train together ({DEFAULT})", default=1)
-    add("--machines", f"that they are on, as many on each ({DEFAULT})", default=1)
-    add("--link", "of a machine to the others, each way, such as 50GB/s")
-    add(
-        "--gpu-link",
-        "from a GPU of the machine to another, such as 300GB/s (default: pages of other ranks come "
-        "from host memory)",
-    )
-    add(
-        "--rank-gathers",
-        f"what trains, to other machines: int8 is lossy ({DEFAULT})",
-        default=OF_SEVERAL_MACHINES["rank_gathers"],
-    )
-    add(
-        "--rank-sums",
-        "what gradients go to other machines: those of all ranks, or one sum of each machine "
-        f"({DEFAULT})",
-        default=OF_SEVERAL_MACHINES["rank_sums"],
-    )
     add("--device", f"whose figures are taken where none are told: {DEVICES}", default="auto")
     own = "(default: this machine's)"
     add("--upload-speed", f"of copies from host to device, such as 25GB/s {own}")
@@ -312,30 +289,10 @@ def _check_ssd(options: argparse.Namespace) -> None:
         raise ValueError(f"--snapshots {kept} are kept on an SSD: give ssd= in --memory as well")
 
 
-def _check_machines(options: argparse.Namespace) -> None:
-    """Raises ValueError where options of ranks do not go together."""
-    ranks, machines, link = options.ranks, options.machines, options.link
-    if ranks % machines:
-        raise ValueError(f"--ranks {ranks} cannot be on --machines {machines}, as many on each")
-    if ranks // machines > RANKS_MAX:
-        raise ValueError(
-            f"ranks on one machine can be 1 to {RANKS_MAX}, and not {ranks // machines}: give "
-            "--ranks fewer, or more --machines"
-        )
-    if (machines > 1) != (link is not None):
-        raise ValueError(
-            "--machines needs the speed of their network: --link, such as 50GB/s"
-            if machines > 1
-            else "--link is of several machines: say how many with --machines"
-        )
-    if options.gpu_link is not None and ranks == machines:
-        raise ValueError(
-            "--gpu-link is of several ranks of a machine: say how many there are with --ranks"
-        )
-    for option, usual in OF_SEVERAL_MACHINES.items():
-        if machines == 1 and getattr(options, option) != usual:
-            name = "--" + option.replace("_", "-")
-            raise ValueError(f"{name} is of several machines: say how many with --machines")
+def _check_ranks(ranks: int) -> None:
+    """Raises ValueError for more than there can be."""
+    if ranks > RANKS_MAX:
+        raise ValueError(f"ranks on one machine can be 1 to {RANKS_MAX}, and not {ranks}")
 
 
 def budgets_of(given: Mapping[str, int], page_bytes: int, grads_rest: bool = True) -> Budgets:

@@ -21,7 +21,6 @@ from .._config.choices import HOST, SPEED_OF
 from .._config.sizes import format_count, format_duration, format_size, write_size
 from .._planning import budget_check
 from .._planning.forecast import Forecast, forecast
-from .._planning.network import Network
 from .._profiling.calibrate import Calibration, Setup, calibration
 from .._report.report_text import wear_lines
 from .._storage.ssd_folders import remove_leftovers
@@ -68,9 +67,8 @@ class Answer:
         return [*found, *self.notes]
 
     def _written_bytes(self) -> int:
-        """To the SSD of a machine in a step, by all its ranks."""
-        here = self.forecast.ranks // self.forecast.machines
-        return here * self.forecast.written_bytes
+        """To the SSD in a step, by all ranks."""
+        return self.forecast.ranks * self.forecast.written_bytes
 
     def _wear(self) -> list[str]:
         seconds = self.forecast.step_seconds
@@ -92,17 +90,10 @@ def reply(
     model, so that it trains at all."""
     wishes, ranks = wishes_of(options.activations, options.split), options.ranks
     told = [SPEED_OF[lane] for option, lane in SPEEDS.items() if getattr(options, option)]
-    here = ranks_here(options)
-    costs = costs_of_rank(costs, here, options.device, told)
-    costs = costs.replace(peer_bytes_s=options.gpu_link or 0.0)
+    costs = costs_of_rank(costs, ranks, options.device, told)
     found = forecast(trace, costs, budgets, wishes, ranks * tokens)
     found = replace(found, changes=changes, ranks=ranks)
-    if options.machines > 1:
-        network = Network(
-            options.machines, ranks, options.link, options.rank_gathers, options.rank_sums
-        )
-        found = found.over_network(network)
-    enough = 0 if found.feasible else here * _ssd_enough(trace, costs, budgets, wishes)
+    enough = 0 if found.feasible else ranks * _ssd_enough(trace, costs, budgets, wishes)
     return Answer(found, options.steps, options.ssd_endurance, enough, [*notes, *remarks(options)])
 
 
@@ -110,11 +101,6 @@ def show(answer: Answer, as_json: bool) -> int:
     """Prints it, and returns the command's exit status: 0 where the step fits, 1 where not."""
     print(json.dumps(answer.to_dict(), indent=2) if as_json else answer)
     return 0 if answer.forecast.feasible else 1
-
-
-def ranks_here(options: argparse.Namespace) -> int:
-    """Of a machine. `options`: of add_machine()."""
-    return int(options.ranks // options.machines)
 
 
 def _ssd_enough(trace: Trace, costs: Costs, budgets: Budgets, wishes: Wishes) -> int:
@@ -164,7 +150,7 @@ def remarks(options: argparse.Namespace) -> list[str]:
     """Notes for people on the budgets and on the folders of --ssd-path, on this machine."""
     memory = dict(options.memory)
     if options.device == HOST:
-        memory["device"] *= ranks_here(options)
+        memory["device"] *= options.ranks
     said = budget_check.remarks(memory, options.device, options.ssd_path)
     wanted, free = options.memory["device"], device.free_bytes(options.device)
     if free is not None and wanted > free - CONTEXT_BYTES:
@@ -215,16 +201,15 @@ def run(options: argparse.Namespace) -> int:
     """0 where the step fits, 1 where it does not. `options`: of options.plan_parser()."""
     found = load(options.trace)
     trace = scaled(found.trace, options.tokens_scale)
-    trace = shared_among(trace, options.ranks, options.machines)
+    trace = shared_among(trace, options.ranks)
     page_bytes = page_bytes_of(trace)
     options.device = device.choose(options.device)
     costs = machine_of(options, page_bytes).costs
     costs.compute_scale /= options.compute_speed
-    here = ranks_here(options)
-    if options.device == HOST:  # ranks compute on the processors of their machine
-        costs.compute_scale *= here
+    if options.device == HOST:  # all ranks compute on the processors
+        costs.compute_scale *= options.ranks
     tokens = round(found.origin.tokens * options.tokens_scale)
-    budgets = budgets_of(share_of(options.memory, here), page_bytes)
+    budgets = budgets_of(share_of(options.memory, options.ranks), page_bytes)
     answer = reply(options, trace, costs, budgets, tokens)
     return show(answer, options.json)
 

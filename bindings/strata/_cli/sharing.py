@@ -3,8 +3,7 @@ model. For `strata plan` and `strata estimate` with --ranks.
 
     budgets = share_of({"device": ..., "host": ..., "ssd": ...}, ranks)
     costs = costs_of_rank(machine.costs, ranks, "host", given=[])
-    costs = costs.replace(peer_bytes_s=300e9)          # where GPUs of the machine reach each other
-    trace = shared_among(trace, ranks, machines)       # for the rank that holds most
+    trace = shared_among(trace, ranks)                 # for the rank that holds most
 
 Every rank has a device of its own. Host memory, SSD and the processors are the machine's, and each
 rank gets an equal part, as with strata.wrap().
@@ -17,11 +16,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from .._config.choices import HOST
-from .._planning.network import trained_bytes
 
 if TYPE_CHECKING:
     from .._core import Costs, Plan, Trace, TracedUnit
 
+FLOAT32_BYTES = 4
 # What all ranks of a machine share, whatever their devices are ...
 SHARED = ("read_bytes_s", "write_bytes_s", "update_elements_s")
 # ... and where the device is host memory.
@@ -49,21 +48,20 @@ def held_bytes(plan: Plan) -> int:
     )  # fmt: skip
 
 
-def shared_among(trace: Trace, ranks: int, machines: int = 1) -> Trace:
+def shared_among(trace: Trace, ranks: int) -> Trace:
     """A recorded step, for the rank that would hold most. Chunks are given out as strata.wrap()
-    does: those that train to all ranks, and those that are frozen to the ranks of each machine.
-    Here all chunks of a unit and kind count alike, also a last one that is not full."""
+    does: those that train by themselves, and so are those that are frozen. Here all chunks of a
+    unit and kind count alike, also a last one that is not full."""
     if ranks == 1:
         return trace
     half = any(4 * unit.elements > unit.param_bytes for unit in trace.units)  # 16 bits each
     units = [_Unit.of(_summed(unit) if half else unit) for unit in trace.units]
-    here = ranks // machines
     trained = _given_out([unit.trained for unit in units], ranks)
-    frozen = _given_out([unit.frozen for unit in units], here)
+    frozen = _given_out([unit.frozen for unit in units], ranks)
 
     def lacking(rank: int) -> list[dict[str, int]]:
         return [
-            unit.lacks(train[rank], rest[rank % here], ranks, here)
+            unit.lacks(train[rank], rest[rank])
             for unit, train, rest in zip(units, trained, frozen, strict=True)
         ]
 
@@ -102,18 +100,17 @@ class _Unit:
     @staticmethod
     def of(unit: TracedUnit) -> _Unit:
         """As many of each kind as it has bytes of it; one at least where it has any."""
-        trains, rests = trained_bytes(unit), _rests(unit)
+        trains, rests = _trained_bytes(unit), _rests(unit)
         if trains >= rests:
             return _Unit(unit, unit.chunks, 0)
         least = 1 if trains else 0
         trained = max(least, min(round(unit.chunks * trains / rests), unit.chunks - 1))
         return _Unit(unit, trained, unit.chunks - trained)
 
-    def lacks(self, trained: int, frozen: int, ranks: int, here: int) -> dict[str, int]:
-        """What a rank has not that holds so many of its chunks, by what TracedUnit calls it, where
-        so many of all ranks are on its machine."""
+    def lacks(self, trained: int, frozen: int) -> dict[str, int]:
+        """What a rank has not that holds so many of its chunks, by what TracedUnit calls it."""
         unit, rests = self.whole, _rests(self.whole)
-        trains = min(trained_bytes(unit), rests)
+        trains = min(_trained_bytes(unit), rests)
 
         def of_trained(size: int) -> int:
             return size - trained * (size // max(1, self.trained))
@@ -125,16 +122,18 @@ class _Unit:
             part = size * trains // max(1, rests)
             return of_trained(part) + of_frozen(size - part)
 
-        # Other ranks of the machine hold some of what trains, and relay to this one, of what other
-        # machines hold, all but one part in `here`. Devices show no codes.
-        lent = of_trained(trains) * (here - 1) * ranks // ((ranks - 1) * here)
         return {
             "remote_elements": of_both(unit.elements),
             "remote_param_bytes": of_both(rests),
             "remote_grad_bytes": of_trained(unit.grad_bytes),
             "remote_state_bytes": of_trained(unit.state_bytes),
-            "lent_param_bytes": 0 if unit.code_bytes else lent + of_frozen(rests - trains),
         }
+
+
+def _trained_bytes(unit: TracedUnit) -> int:
+    """The most bytes of its parameters that train. REQUIRES: gradients in float32, as of ranks."""
+    elements = min(unit.elements, unit.grad_bytes // FLOAT32_BYTES)
+    return unit.param_bytes * elements // max(1, unit.elements)
 
 
 def _rests(unit: TracedUnit) -> int:

@@ -24,7 +24,7 @@ from torch import nn
 from .. import _core
 from .._torch_compat import is_dtensor
 from .choices import HOST
-from .ranks import all_or_none, gpu_lending
+from .ranks import all_or_none
 from .sharding import Sharding
 from .sizes import format_size, parse_budgets, parse_size
 
@@ -37,7 +37,7 @@ DIGITS = 16  # of a digest that people see
 SHARED_TIERS = ("host", "ssd")  # whose budgets are the machine's, and not each rank's
 SAME_OPTIONS = (
     *("dtype", "update", "state_dtype", "max_grad_norm", "max_unit_norm", "skip_nonfinite"),
-    *("snapshots", "rank_gradients", "rank_gathers", "rank_sums"),
+    *("snapshots", "rank_gradients"),
 )
 
 
@@ -49,7 +49,6 @@ def check_alike(
     with all_or_none(ranks):
         facts = check()
         options.check()
-        gpu_lending()
         facts = _facts(options) | facts
         tensors = _tensors(model)
     heard = ranks.hear({"facts": facts, "tensors": _digest(tensors)})

@@ -42,10 +42,6 @@ RECOMPUTES = frozenset(("recompute", "recompute_host", "recompute_ssd"))
 # Some saved tensors leave the device: all of them, or of a recomputed unit its inputs.
 SWAPS = frozenset(("swap_host", "swap_ssd", "recompute_host", "recompute_ssd"))
 TO_SSD = frozenset(("swap_ssd", "recompute_ssd"))
-RANK_GATHERS = ("exact", "int8")
-RANK_SUMS = ("ranks", "machines")
-# Options that do nothing on one machine, and what they are where nothing is said.
-OF_SEVERAL_MACHINES = {"rank_gathers": RANK_GATHERS[0], "rank_sums": RANK_SUMS[0]}
 HOST = "host"
 DEVICES = ("auto", HOST, "cpu", "cuda")
 PAGE_BYTES_MIN, PAGE_BYTES_MAX = 64 << 10, 64 << 20

@@ -120,12 +120,7 @@ def config_of(
         "together": [],
     }
     if options.ranks is not None:
-        config["ranks"] = options.ranks.spec(
-            gradients=options.rank_gradients,
-            gathers=options.rank_gathers,
-            sums=options.rank_sums,
-            timeout_s=options.rank_timeout,
-        )
+        config["ranks"] = options.ranks.spec(options.rank_gradients)
     return config
 
 

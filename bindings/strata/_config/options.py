@@ -18,8 +18,6 @@ from .choices import (
     ACTIVATIONS,
     AS_IS,
     IO_ENGINES,
-    RANK_GATHERS,
-    RANK_SUMS,
     check_page_size,
     check_snapshots,
     check_split,
@@ -84,8 +82,6 @@ class Options:
     frozen: Frozen = AS_IS
     rank_group: ProcessGroup | DeviceMesh | None = None  # checked where it is looked up
     rank_gradients: str = "mean"
-    rank_gathers: str = "exact"
-    rank_sums: str = "ranks"
     rank_timeout: float | None = None
     ranks: Ranks | None = None  # none of wrap()'s: those of rank_group
     # In host memory, and on the SSD, as all ranks see it.
@@ -116,8 +112,6 @@ class Options:
             as_path(self.weights, "weights")
         check_frozen(self.frozen)
         check_choice("rank_gradients", self.rank_gradients, RANK_GRADIENTS)
-        check_choice("rank_gathers", self.rank_gathers, RANK_GATHERS)
-        check_choice("rank_sums", self.rank_sums, RANK_SUMS)
         if self.rank_timeout is not None and not 0 < self.rank_timeout <= TIMEOUT_MAX_S:
             raise ValueError(
                 f"rank_timeout must be a number of seconds up to {TIMEOUT_MAX_S:.0f}, or None to "
@@ -152,7 +146,7 @@ class Options:
 
     def shared_by(self) -> int:
         """Ranks among which the machine's host memory, SSD and processors are shared."""
-        return self.ranks.together if self.ranks is not None else 1
+        return self.ranks.count if self.ranks is not None else 1
 
     def look_at_machine(self) -> None:
         """What all ranks find free from here on: they look at different moments, and must choose

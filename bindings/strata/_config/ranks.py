@@ -1,8 +1,7 @@
-"""The ranks that train together, on one machine or several, as torch.distributed has started them.
+"""The ranks that train together, on one machine, as torch.distributed has started them.
 
     ranks = find_ranks(rank_group)        # None: this process is alone
-    ranks.machines                        # by rank: the name of its machine; none: all are of one
-    ranks.folder                          # where those of a machine meet, of this user alone
+    ranks.folder                          # where they meet, of this user alone
     ranks.group                           # which sends tensors in CPU memory
     ranks.hear(value)                     # what all of them say
     ranks.share(tensor)                   # what rank 0 has
@@ -11,7 +10,7 @@
     with naming_lost(ranks): ...          # who has ended is named, where torch only lost it
     ranks_there()                         # those of all processes, with their machines, and no more
     ranks_on_paper(rank_group)            # the same for a plan: asks nobody, any rank alone may
-    paper_ranks(8, machines=2)            # of a run that there is not
+    paper_ranks(8)                        # of a run that there is not
     plans_of_all(config, make_plan)       # what every rank would plan, without asking
     plans_of_one_page_size(config, make_plan)
 
@@ -30,13 +29,11 @@ import select
 import shutil
 import socket
 import tempfile
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import distributed
 
 from .._errors import StrataError
 from .._torch_compat import copy_rows, default_store
@@ -50,12 +47,7 @@ if TYPE_CHECKING:
 
 TIMEOUT_S = 60.0
 TIMEOUT_MAX_S = 1e9
-PATIENCE_MAX_S = 86_400.0
-# At least, with a rank of another machine that says nothing: all others end within 10 s of its end.
-PATIENCE_S = 8.0
 RANK_GRADIENTS = ("mean", "sum")
-# Whether pages of other ranks come from their GPUs: where that is faster than from host memory.
-GPU_LENDING = ("faster", "always", "never")
 LOST = re.compile(r"gloo|Connection (closed|reset)|Broken pipe")  # what torch says then
 AHEAD = ", before all ranks had come to train"
 ENDED_S = 1.0  # a connection is lost ahead of the process that had it
@@ -71,34 +63,21 @@ class Ranks:
     count: int
     folder: str  # none: on paper
     run: str = ""  # a name that no other run has
-    pids: tuple[int, ...] = ()  # by rank; 0 of another machine; none: on paper
+    pids: tuple[int, ...] = ()  # by rank; none: on paper
     machines: tuple[str, ...] = ()  # by rank: its name; none: all are of one
     group: Any = field(default=None, repr=False)  # of cpu_group(); None: on paper
     store: Any = field(default=None, repr=False)  # torch's, where they began; None: on paper
 
-    def spec(
-        self, *, gradients: str, gathers: str, sums: str, timeout_s: float | None
-    ) -> RanksSpec:
-        """As the core takes it. `gradients`: one of RANK_GRADIENTS; `gathers`: of RANK_GATHERS;
-        `sums`: of RANK_SUMS; `timeout_s`: rank_timeout."""
+    def spec(self, gradients: str) -> RanksSpec:
+        """As the core takes it. `gradients`: one of RANK_GRADIENTS."""
         return {
             "rank": self.rank,
             "count": self.count,
-            "machines": list(self.machines),
-            "patience_s": min(max(PATIENCE_S, timeout_s or 0.0), PATIENCE_MAX_S),
             "folder": self.folder,
             "pids": list(self.pids),
             "timeout_s": TIMEOUT_S,
             "sums": gradients == "sum",
-            "coded_gathers": gathers == "int8",
-            "machine_sums": sums == "machines",
-            "device_lending": gpu_lending(),
         }
-
-    @property
-    def together(self) -> int:
-        """The most ranks that a machine has: all share out what theirs has alike."""
-        return _most(self.machines, self.count)
 
     def hear(self, said: Any) -> list[Any]:
         """What each rank said, by rank: JSON values."""
@@ -116,13 +95,12 @@ class Ranks:
         return Collectives(self.group).least(number) if self.folder else number
 
     def ended(self, seconds: float) -> list[int]:
-        """Of this machine: the ranks whose processes have ended, or the first to end within so many
-        seconds."""
+        """The ranks whose processes have ended, or the first to end within so many seconds."""
         files: dict[int, int] = {}
         gone = []
         try:
             for rank, pid in enumerate(self.pids):
-                if rank == self.rank or pid == 0:
+                if rank == self.rank:
                     continue
                 try:
                     files[os.pidfd_open(pid)] = rank
@@ -136,16 +114,8 @@ class Ranks:
 
     def close(self) -> None:
         """The folder is not needed any more."""
-        if _here(self.rank, self.count, self.machines)[0] == self.rank:
+        if self.rank == 0:
             shutil.rmtree(self.folder, ignore_errors=True)
-
-
-def gpu_lending() -> str:
-    """As STRATA_GPU_LENDING has it. Raises ValueError for what it cannot be."""
-    asked = os.environ.get("STRATA_GPU_LENDING", GPU_LENDING[0])
-    if asked not in GPU_LENDING:
-        raise ValueError(f"STRATA_GPU_LENDING is {asked!r}: it is one of {', '.join(GPU_LENDING)}")
-    return asked
 
 
 @contextlib.contextmanager
@@ -208,19 +178,12 @@ def ranks_on_paper(rank_group: Any = None) -> Ranks | None:
     group = group_of(rank_group)
     if group is None or len(group.members) == 1:
         return None
-    machines = int(os.environ.get("GROUP_WORLD_SIZE", 1))  # agents of torchrun
-    places = paper_ranks(distributed.get_world_size(), machines).machines
-    names = tuple(places[of] for of in group.members if places)
-    several = len(set(names)) > 1
-    return Ranks(group.rank, len(group.members), "", machines=names if several else ())
+    return Ranks(group.rank, len(group.members), "")
 
 
-def paper_ranks(count: int, machines: int = 1) -> Ranks:
-    """The first of so many, as many on each machine as far as that goes."""
-    if machines == 1:
-        return Ranks(0, count, "")
-    names = tuple(f"machine-{rank * machines // count}" for rank in range(count))
-    return Ranks(0, count, "", machines=names)
+def paper_ranks(count: int) -> Ranks:
+    """The first of so many."""
+    return Ranks(0, count, "")
 
 
 def plans_of_all(config: Config, make_plan: Callable[[Config], Plan]) -> list[Plan]:
@@ -237,8 +200,7 @@ def plans_of_all(config: Config, make_plan: Callable[[Config], Plan]) -> list[Pl
         try:
             found.append(make_plan({**config, "ranks": there}))
         except StrataError as error:
-            parts = _most(here["machines"], here["count"])
-            share = f"one of {parts} shares of the machine's budgets"
+            share = f"one of {here['count']} shares of the machine's budgets"
             error.args = (f"{error} (rank {rank}: its host and ssd are {share})",)
             raise
     return found
@@ -258,7 +220,8 @@ def find_ranks(rank_group: Any = None) -> Ranks | None:
     """The ranks of a group, if there is more than one.
 
     Raises:
-        ValueError: torch.distributed is still to be initialised; or as group_of(), as TypeError.
+        ValueError: torch.distributed is still to be initialised; the ranks are on several machines;
+            or as group_of(), as TypeError.
         StrataError: another one has ended, or cannot be reached.
     """
     with naming_lost(None):
@@ -308,21 +271,15 @@ def _find_ranks(rank_group: Any) -> Ranks | None:
         )
     pids = found.hear(os.getpid())
     machines, folders = _places(found)
-    here = _here(found.rank, found.count, machines)
     if machines:
-        log.info(
-            "ranks of %d machines, which do not share memory: %s; pages and gradients go from one "
-            "to another over torch.distributed (gloo)",
-            len(set(machines)),
-            ", ".join(f"rank {rank} on {name}" for rank, name in enumerate(machines)),
+        shutil.rmtree(folders[found.rank], ignore_errors=True)
+        where = ", ".join(f"rank {rank} on {name}" for rank, name in enumerate(machines))
+        raise ValueError(
+            f"ranks are on {len(set(machines))} machines ({where}), or do not see the same files "
+            "and processes: strata trains ranks of one machine, so start all of them there"
         )
-    return replace(
-        found,
-        folder=folders[here[0]],
-        run=os.path.basename(folders[0]),
-        pids=tuple(pid if rank in here else 0 for rank, pid in enumerate(pids)),
-        machines=machines,
-    )
+    folder = folders[0]
+    return replace(found, folder=folder, run=os.path.basename(folder), pids=tuple(pids))
 
 
 def _places(ranks: Ranks) -> tuple[tuple[str, ...], list[str]]:
@@ -377,11 +334,6 @@ def _named(said: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
 def _here(rank: int, count: int, machines: Sequence[str]) -> list[int]:
     """The ranks of the machine of that one."""
     return [of for of in range(count) if not machines or machines[of] == machines[rank]]
-
-
-def _most(machines: Sequence[str], count: int) -> int:
-    """Ranks of the machine that has most."""
-    return max(Counter(machines).values(), default=count)
 
 
 def _meeting_folder() -> str:

@@ -95,8 +95,8 @@ class Pins:
                 self._readers.setdefault(index, []).append(unit)
         unit.expected = len(unit.awaited)
 
-    def pin(self, unit: Unit, exact: bool = False) -> None:
-        """Enters the unit for the node now running. `exact`: as Wrapped.enter() has it."""
+    def pin(self, unit: Unit) -> None:
+        """Enters the unit for the node now running."""
         now = _Pin(unit)
         self._release_past(now)
         for pin in self._pins:
@@ -105,7 +105,7 @@ class Pins:
                 return
         self.watch()
         self._swapping.arrive(unit)
-        self._state.enter(unit, self._state.visits.add(now), backward=True, exact=exact)
+        self._state.enter(unit, self._state.visits.add(now), backward=True)
         self._pins.append(now)
 
     def hold(self, unit: Unit) -> None:

@@ -61,9 +61,8 @@ from .pins import Pins
 # What pack() returns is a SwappedView, a Spread, a Recorded, or a tuple, told apart by its length.
 KEPT_AS_IS = 2  # tensor, its version counter or UNKNOWN
 KEPT_BY_OTHERS = 3  # unpack of the hooks below ours, what their pack returned, None
-# Alias or Geometry, version of the parameter, unit, index of the parameter, whether the forward saw
-# it exactly (where computation gets codes of what other machines hold).
-KEPT_BY_UNIT = 5
+# Alias or Geometry, version of the parameter, unit, index of the parameter.
+KEPT_BY_UNIT = 4
 UNKNOWN = -1
 
 
@@ -187,8 +186,7 @@ class SavedTensors:
         # Its own forward may have changed it just now: the core hears of that when the unit leaves.
         plain = type(parameter) is torch.nn.Parameter
         version = parameter._version if plain else state.written[index]
-        exact = state.coded_gathers and not self._frames.in_step()
-        return (kept, version, state.unit_of[index], index, exact)
+        return (kept, version, state.unit_of[index], index)
 
     def record(self, tensor: torch.Tensor, packed: Any) -> Any:
         """Tells the recorder of a tensor that is saved in a unit's forward."""
@@ -210,10 +208,10 @@ class SavedTensors:
             if version != UNKNOWN and tensor._version != version:
                 raise changed(tuple(tensor.shape), "it was changed in place")
             return cast(torch.Tensor, tensor)
-        kept, version, unit, index, exact = packed
+        kept, version, unit, index = packed
         if self.state.written[index] != version:
             raise changed(self.state.names[index], "it was updated by step() or in place")
-        self._pins.pin(unit, exact)
+        self._pins.pin(unit)
         self.state.check_old(index)
         if torch.is_grad_enabled() and graph_task() != -1:
             self.push()  # create_graph: the node saves tensors too. Autograd pops it with the node

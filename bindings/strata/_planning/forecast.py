@@ -10,15 +10,14 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 from .. import _core
 from .._config.choices import in_words
 from .._config.sizes import format_rate, format_size
 from .._report.report_text import LONG_SECONDS, like, partition_text, runs, table
-from .limits import GAIN_MIN, Setting, limiting_sentence
-from .network import Crossing, Network, crossing_of
+from .limits import Setting, limiting_sentence
 
 if TYPE_CHECKING:
     from .._core import Bound, Budgets, Costs, Simulation, Stall, StepPlan, Trace, Wishes
@@ -52,12 +51,6 @@ class Forecast:
     changes: Sequence[str] = ()  # to the model, so that it trains in less memory
     limited: str = ""  # what limits a step, in a sentence
     ranks: int = 1  # that train together: this is the one of them that holds most
-    crossing: Crossing | None = None  # between machines; none: there is one
-
-    @property
-    def machines(self) -> int:
-        """That the ranks are on, as many on each."""
-        return self.crossing.network.machines if self.crossing else 1
 
     @property
     def feasible(self) -> bool:
@@ -69,8 +62,7 @@ class Forecast:
         """None where the step does not fit, or needs a link that this machine has not."""
         if self.simulation is None or not math.isfinite(self.simulation.step_seconds):
             return None
-        network = self.crossing.seconds if self.crossing else 0.0
-        return max(self.simulation.step_seconds, network)
+        return self.simulation.step_seconds
 
     @property
     def written_bytes(self) -> int:
@@ -81,37 +73,7 @@ class Forecast:
     def percent_of_bound(self) -> float | None:
         """100: no plan could be faster."""
         seconds = self.step_seconds
-        return 100 * self._least()[0] / seconds if seconds else None
-
-    def _least(self) -> tuple[float, str]:
-        """The lower bound of a step in seconds, and what it is of."""
-        found = (self.bound.seconds, self.bound.what)
-        network = (self.crossing.seconds_min, "network") if self.crossing else found
-        return max(found, network)
-
-    def over_network(self, network: Network) -> Forecast:
-        """The same of one of several machines. `ranks` is all of them."""
-        if self.simulation is None:
-            return self
-        here = network.ranks // network.machines
-        network = replace(network, relay_bytes=here * self._relay_bytes())
-        crossing = crossing_of(self.trace, self.plan.resident, network)
-        gain = crossing.seconds / self.simulation.step_seconds - 1
-        limited = self.limited
-        if gain > GAIN_MIN:
-            limited = (
-                f"limited by the network: its {format_rate(network.bytes_s, 'bytes')} make a step "
-                f"{gain:.0%} longer; a larger device budget, which keeps more units on the device, "
-                "more tokens in a step, or fewer ranks on a machine would help"
-            )
-        return replace(self, crossing=crossing, limited=limited)
-
-    def _relay_bytes(self) -> int:
-        """Of this rank's host memory, for pages of other machines. Where the SSD has what finds no
-        room they have their part, else what is left of it."""
-        most = _core.relay_bytes_max(self.budgets.host_bytes)
-        host = self.plan.peaks["host"]
-        return most if self.written_bytes else min(most, max(0, host.budget - host.bytes))
+        return 100 * self.bound.seconds / seconds if seconds else None
 
     @property
     def refusal(self) -> str:
@@ -143,7 +105,6 @@ class Forecast:
             "percent_of_bound": self.percent_of_bound,
             "limited": self.limited,
             "ranks": self.ranks,
-            "network": self._network(),
             "partition": self.partition,
             "lanes": run.get("lanes", {}),
             "stalls": run.get("stalls", []),
@@ -153,17 +114,6 @@ class Forecast:
                 {"name": unit.name, **planned}
                 for unit, planned in zip(self.trace.units, units, strict=False)
             ],
-        }
-
-    def _network(self) -> dict[str, Any] | None:
-        """Plain numbers; none where there is one machine."""
-        if self.crossing is None:
-            return None
-        return {
-            "machines": self.machines,
-            "bytes": self.crossing.bytes,
-            "busy_seconds": self.crossing.seconds,
-            "bytes_min": self.crossing.bytes_min,
         }
 
     def __str__(self) -> str:
@@ -180,13 +130,13 @@ class Forecast:
         seconds = cast(float, self.step_seconds)
         speed = self._tokens_per_second()
         time = like(seconds)
-        least, what = self._least()
         return "\n".join(
             [
                 f"{self._verdict(seconds)}; {self._smallest()}",
                 f"{time(seconds)} a step predicted"
                 + (f", {format_rate(speed, 'tokens')}" if speed else ""),
-                f"lower bound {time(least)} ({what}), {self.percent_of_bound:.0f} % of it reached",
+                f"lower bound {time(self.bound.seconds)} ({self.bound.what}), "
+                f"{self.percent_of_bound:.0f} % of it reached",
                 *([self.limited] if self.limited else []),
                 *([self._ranks(), self.partition] if self.ranks > 1 else []),
                 *self.changes,
@@ -194,11 +144,9 @@ class Forecast:
         )
 
     def _ranks(self) -> str:
-        where = f" on {self.machines} machines" if self.machines > 1 else ""
-        whose = "its machine's host and ssd" if self.machines > 1 else "host and ssd"
         return (
-            f"{self.ranks} ranks{where}, each with a device of its own and an equal part of "
-            f"{whose}; the tokens are those of all, and the rest is of the rank that holds most"
+            f"{self.ranks} ranks, each with a device of its own and an equal part of host and ssd; "
+            "the tokens are those of all, and the rest is of the rank that holds most"
         )
 
     def _verdict(self, seconds: float) -> str:
@@ -259,9 +207,6 @@ class Forecast:
             moved = format_size(use.bytes) if use.bytes else ""
             share = f"{100 * busy / seconds:.0f} %"
             rows.append([LANE_NAMES[lane], like(seconds)(busy), share, moved])
-        if self.crossing:
-            busy, moved = self.crossing.seconds, format_size(self.crossing.bytes)
-            rows.append(["network", like(seconds)(busy), f"{100 * busy / seconds:.0f} %", moved])
         return rows
 
     def _stalls(self) -> list[list[str]]:

@@ -29,7 +29,6 @@ FASTER = {
     "the SSD": ("read_bytes_s", "write_bytes_s"),
     "the link to the device": (
         "upload_bytes_s",
-        "peer_bytes_s",
         "download_bytes_s",
         "decode_bytes_s",
         "transfer_seconds",

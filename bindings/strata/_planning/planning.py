@@ -291,7 +291,6 @@ class Planning:
         return costs.replace(
             landing_waits=self.state.device.type == "cpu",
             updates_first=self.state.session.updates_first(),
-            peer_bytes_s=self.state.session.stats().get("from_devices_bytes_s", 0.0),
         )
 
     def _adopt(self, found: ShapeClass) -> None:

@@ -74,7 +74,6 @@ def traced_unit(
         remote_param_bytes=sizes["remote_param_bytes"],
         remote_grad_bytes=sizes["remote_landing_bytes"],
         remote_state_bytes=sizes["remote_state_bytes"],
-        lent_param_bytes=sizes["lent_param_bytes"],
     )
 
 

@@ -246,10 +246,8 @@ def better(a: Pace, b: Pace) -> Pace:
 
 
 def raised(costs: Costs, rates: dict[str, float]) -> Costs:
-    """A machine whose links and workers are as fast as they were seen to be. Where other devices
-    lend, what comes up came over two links, and neither was seen alone."""
-    mixed = {"upload_bytes_s"} if costs.peer_bytes_s else set()
-    known = {name: getattr(costs, name) for name in rates.keys() - mixed}
+    """A machine whose links and workers are as fast as they were seen to be."""
+    known = {name: getattr(costs, name) for name in rates}
     return costs.replace(**{n: max(rates[n], value) for n, value in known.items() if value > 0})
 
 

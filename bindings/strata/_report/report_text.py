@@ -174,8 +174,8 @@ def _paragraphs(report: Report) -> Iterator[str]:
         moved = report.link_bytes.get(name)
         each = report.link_bytes_per_step.get(name, (moved or 0) / max(1, report.steps))
         links.append([name, format_size(moved) if moved is not None else "", format_size(each)])
-    below = (wear_line(report), machines_line(report), gpus_line(report))
-    yield "\n".join([table(links), *(line for line in below if line)])
+    wear = wear_line(report)
+    yield "\n".join([table(links), *([wear] if wear else [])])
     yield _waits(report)
     if report.lags:
         titles, *lags, total = lag_rows(report.lags)
@@ -224,28 +224,6 @@ def wear_line(report: Report) -> str:
         f"{format_decimal(report.wear.tb_per_day * UNITS['TB'])} a day at this rate, 100 TB in "
         f"{format_duration(report.wear.days_per_100_tb * DAY_SECONDS)}"
     )
-
-
-def machines_line(report: Report) -> str:
-    """What this rank has sent to other machines, and whether it is exact; empty: nothing."""
-    if not report.machines_sent_bytes:
-        return ""
-    line = f"sent to other machines: {format_size(report.machines_sent_bytes)}"
-    if report.rank_sums == "machines":
-        line += ", gradients as sums of machines (rank_sums)"
-    if report.rank_gathers == "exact":
-        return line
-    return (
-        f"{line}, parameters as {report.rank_gathers} codes (rank_gathers): lossy, machines "
-        "compute with values that differ by the rounding"
-    )
-
-
-def gpus_line(report: Report) -> str:
-    """What came from GPUs of other ranks; empty: nothing."""
-    if not report.from_gpus_bytes:
-        return ""
-    return f"parameters from GPUs of other ranks: {format_size(report.from_gpus_bytes)}"
 
 
 def _waits(report: Report) -> str:

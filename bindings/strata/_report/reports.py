@@ -171,10 +171,6 @@ class Report:
     wear: Wear | None = None  #: None: nothing is written
     peaks: dict[str, PlannedPeak] = field(default_factory=dict)  #: by tier
     planned: list[PlannedRow] = field(default_factory=list)
-    rank_gathers: str = "exact"  #: as of wrap(); "exact" where there is one machine
-    rank_sums: str = "ranks"  #: as of wrap(); "ranks" where there is one machine
-    machines_sent_bytes: int = 0  #: to ranks of other machines, by this rank
-    from_gpus_bytes: int = 0  #: parameters that came from GPUs of other ranks
     ranks: int = 1  #: that train together
     lags: list[Lag] = field(default_factory=list)  #: by unit; empty where no update may lag
     plan: StepPlan | None = None
@@ -264,10 +260,6 @@ def make_report(state: Wrapped) -> Report:
         io_engine=stats["io_engine"],
         backend=stats["backend"],
         stats=stats,
-        rank_gathers="int8" if state.coded_gathers else "exact",
-        rank_sums="machines" if state.wire and config["ranks"]["machine_sums"] else "ranks",
-        machines_sent_bytes=sum(state.wire.sent.values()) if state.wire else 0,
-        from_gpus_bytes=stats.get("from_devices_bytes", 0),
         ranks=config["ranks"]["count"] if "ranks" in config else 1,
         lags=_lags(config, stats) if config["update"] == "lock_free" else [],
         model=_about_model(state),

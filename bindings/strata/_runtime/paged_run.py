@@ -49,7 +49,7 @@ def run(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
                 slot.state.session.expect_write(slot.index)
             slot.state.hooks.saved.hold_outside(slot.unit)
             computes = recorded[id(slot.state)]
-            slot.state.enter(slot.unit, visit, backward, recorded=computes, exact=not computes)
+            slot.state.enter(slot.unit, visit, backward, recorded=computes)
             entered.append(slot)
             slot.state.hooks.saved.push_outside()
         for tensor in paged if backward else ():

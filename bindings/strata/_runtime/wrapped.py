@@ -36,7 +36,6 @@ from .visits import Visit, Visits
 
 if TYPE_CHECKING:
     from .._config.ranks import Ranks
-    from .._config.wire import Wire
     from .._core import Config, Kind, Session
     from .._planning.planning import Planning
     from .escapes import Views
@@ -106,10 +105,7 @@ class Wrapped:
         self.last_saved: Path | None = None  # the last checkpoint of the run, or that it loaded
         self.ranks: Ranks | None = None  # none: this process is alone
         self.roll: Any = None  # together.Roll, once ranks have made a call together
-        self.wire: Wire | None = None  # none: there are no other machines
         self.shards: Shards | None = None  # none: no parameter is a DTensor elsewhere
-        # Pages of other machines come as codes to the computation: see rank_gathers of wrap().
-        self.coded_gathers = False
         self.steps_before = 0  # of the run, when it was loaded from a snapshot
         self.given_back = False  # strata.unwrap() has made the model plain, and not ended yet
         self.half_loaded = False  # strata.load() has begun to write, and has not ended
@@ -196,12 +192,10 @@ class Wrapped:
         visit: Visit,
         backward: bool = False,
         recorded: bool = True,
-        exact: bool = False,
     ) -> None:
         """Waits until the unit is on the device, and keeps it there.
 
         `recorded`: a use that the next training step will repeat, so that it is planned for.
-        `exact`: what other machines hold comes as it is: see rank_gathers of strata.wrap().
         """
         wait_began = self.recorder.now() if recorded else 0.0
         self.session.enter(
@@ -210,7 +204,6 @@ class Wrapped:
             recorded,
             stream=self.stream(),
             visit=visit.number,
-            exact=exact,
         )
         self.recorder.enter(unit.index, backward, wait_began, recorded)
 

@@ -56,7 +56,7 @@ class Parameter:
         unit = self._state.unit_of[param]
         visit = self._state.visits.add(Visit())
         try:
-            self._state.enter(unit, visit, exact=True)
+            self._state.enter(unit, visit)
             result.copy_(self._state.aliases[param].detach().reshape(-1))
         finally:
             self._state.leave(unit, visit)

@@ -6,8 +6,6 @@
     messages = board.hear(f"{place}/call", "strata.snapshot()", place)       # waits; by rank
     word = board.look(f"{place}/call", 1)        # what rank 1 has posted; None: nothing so far
     board.meet("end", "strata.unwrap()", place)  # waits for all who still train
-    board.send("a/manifest", path)               # a file, for ranks that do not see its folder ...
-    board.take("a/manifest", 0, to)              # ... of rank 0; once it is known to have sent it
 
 Words go through the store that torch.distributed has begun with: each is a key of it, which only
 its rank writes, and which goes when all have read it. So no collective of the user's is ever
@@ -27,10 +25,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import time
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torch import distributed
@@ -41,54 +37,45 @@ from .checkpoint_files import CheckpointError
 
 if TYPE_CHECKING:
     from .._config.ranks import Ranks
-    from .._core import Config, Session
+    from .._core import Session
 
 PATIENCE_S = 10.0  # of a wait ahead of the first word
-DEATH_S = 2.0  # in which the core sees that a rank of its machine has died
+DEATH_S = 2.0  # in which the core sees that a rank has died
 NO_MORE = 2**63 - 1  # the place of a rank that has ended its training
 PAUSE_MIN_S, PAUSE_MAX_S = 1e-4, 1e-2
-PIECE_BYTES = 1 << 20  # of a file; a store takes some more
 
 log = logging.getLogger("strata")
 
 
-def death_s(config: Config) -> float:
-    """In which the core sees that any rank has died: of another machine it may need its patience.
-    REQUIRES: there are several ranks."""
-    ranks = config["ranks"]
-    return DEATH_S + (ranks["patience_s"] if ranks["machines"] else 0.0)
-
-
-def name_dead(session: Session, seconds: float) -> None:
+def name_dead(session: Session) -> None:
     """Behind an exception of torch.distributed, which has lost a connection: raises StrataError
-    with whose it was, if a rank has died. `seconds`: death_s()."""
-    end = time.monotonic() + seconds
+    with whose it was, if a rank has died."""
+    end = time.monotonic() + DEATH_S
     while time.monotonic() < end:
         session.awaited_rank()
         time.sleep(PAUSE_MAX_S)
 
 
 @contextlib.contextmanager
-def naming_dead(session: Session, seconds: float) -> Iterator[None]:
+def naming_dead(session: Session) -> Iterator[None]:
     """Around calls of torch.distributed: where one fails because a rank has died, StrataError says
-    which. `seconds`: death_s()."""
+    which."""
     try:
         yield
     except (StrataError, CheckpointError):
         raise
     except RuntimeError:
-        name_dead(session, seconds)
+        name_dead(session)
         raise
 
 
 class Board:
     """Of one rank. Threads: one hears; any may post."""
 
-    def __init__(self, session: Session, ranks: Ranks, name: str, death_s: float) -> None:
-        """`name`: of what it is for; `death_s`: see there."""
+    def __init__(self, session: Session, ranks: Ranks, name: str) -> None:
+        """`name`: of what it is for."""
         self._session = session
-        self._death_s = death_s
-        self.rank, self.count, self.machines = ranks.rank, ranks.count, ranks.machines
+        self.rank, self.count = ranks.rank, ranks.count
         self._first = ranks.store  # what it serves ends with it
         # A connection of its own, where it has any: others would wait for ours.
         own = self._first.clone() if hasattr(self._first, "clone") else self._first
@@ -96,14 +83,13 @@ class Board:
         self._store = distributed.PrefixStore(f"strata/{ranks.run}/{name}", own)
         self._waits = distributed.PrefixStore(f"strata/{ranks.run}/waits", own)
         self._heard: list[str] = []  # by this rank, of which others may still read what it said
-        self._sent: list[str] = []  # keys of files of this rank that are there
 
     @staticmethod
     def of(state: Wrapped, name: str) -> Board | None:
         """Of a wrapped model. `name`: of what it is for; each thread has a board of its own."""
         if state.ranks is None:
             return None
-        return Board(state.session, state.ranks, name, death_s(state.config))
+        return Board(state.session, state.ranks, name)
 
     def places(self) -> list[int]:
         """How far each rank has come, by rank, as this one knows; NO_MORE: it goes no further."""
@@ -115,7 +101,7 @@ class Board:
 
     def post(self, key: str, message: str) -> None:
         """Says it to all. Raises StrataError where a rank has died."""
-        with naming_dead(self._session, self._death_s):
+        with naming_dead(self._session):
             self._store.set(self._own(key), message)
             self._store.check([self._own(key)])  # it is there, ahead of what this rank does next
 
@@ -123,7 +109,7 @@ class Board:
         """What all have posted, by rank. Raises StrataError where one has died. `call`: what users
         call it; `place`: where this rank was at the call, and CheckpointError where another one was
         there and did not call."""
-        with naming_dead(self._session, self._death_s):
+        with naming_dead(self._session):
             self._await(key, call, place)
             found = [self._store.get(f"{key}/{rank}").decode() for rank in range(self.count)]
             # All threads have come here, and so have heard what came before.
@@ -136,7 +122,7 @@ class Board:
         """Returns when all ranks that still train have made the call, of which there is one with
         this key. Raises StrataError where one has died, and CheckpointError as hear() does."""
         self.post(key, "")
-        with naming_dead(self._session, self._death_s):
+        with naming_dead(self._session):
             self._await(key, call, place, all_train=False)
 
     def look(self, key: str, rank: int) -> str | None:
@@ -185,35 +171,6 @@ class Board:
             return False
         awaited, at = map(int, self._waits.get(str(rank)).split())
         return awaited == self.rank and at > place
-
-    def send(self, key: str, path: Path) -> None:
-        """Has a file where other ranks can take it, until forget_sent(). Raises OSError, and
-        StrataError where a rank has died."""
-        with naming_dead(self._session, self._death_s), path.open("rb") as file:
-            pieces = 0
-            while piece := file.read(PIECE_BYTES):
-                self._put(f"{self._own(key)}.{pieces}", piece)
-                pieces += 1
-            self._put(self._own(key), str(pieces))
-
-    def _put(self, key: str, value: str | bytes) -> None:
-        self._sent.append(key)
-        self._store.set(key, value)  # type: ignore[arg-type]  # bytes are taken, too
-
-    def take(self, key: str, rank: int, to: Path) -> None:
-        """Writes a file that another rank has sent, and waits until the disk has it. REQUIRES: that
-        rank has come to the end of a phase since. Raises as send()."""
-        with naming_dead(self._session, self._death_s), to.open("wb") as file:
-            for piece in range(int(self._store.get(f"{key}/{rank}"))):
-                file.write(self._store.get(f"{key}/{rank}.{piece}"))
-            file.flush()
-            os.fsync(file.fileno())
-
-    def forget_sent(self) -> None:
-        """All have what this rank has sent, or nobody wants it any more."""
-        for key in self._sent:
-            self._store.delete_key(key)
-        self._sent = []
 
     def _own(self, key: str) -> str:
         return f"{key}/{self.rank}"

@@ -47,16 +47,15 @@ class Call:
             for key in ("call", "1"):
                 self._board.post(f"{self._key}/{key}", self.together.failure(error))
 
-    def hear(self, apart: tuple[str, ...] = ()) -> None:
+    def hear(self) -> None:
         """Waits until all ranks have called. Raises CheckpointError where one did not, or has
-        failed in the call, and where they said different things. `apart`: of which those of another
-        machine may say something else."""
+        failed in the call, and where they said different things."""
         if self._board is None:
             return
         messages = self._board.hear(f"{self._key}/call", self._name, self._place)
         heard = self.together.understand(messages)
         for what in heard[0]:
-            self.together.agree(what, [said[what] for said in heard], what in apart)
+            self.together.agree(what, [said[what] for said in heard])
 
 
 class Calls:

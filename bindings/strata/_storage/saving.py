@@ -248,9 +248,6 @@ def _taker(state: Wrapped) -> Taker | None:
 def _merges(state: Wrapped) -> bool:
     """The state cannot be held. Or gradients have landed that cannot be told from it: on those of
     earlier steps, whose updates it would not have, or on their way to other ranks."""
-    if state.ranks is not None and state.ranks.machines:  # each reads what others hold there
-        log.warning("%s: of several machines nothing is held", WAITS)
-        return True
     apart = state.ranks is None and state.config["update"] != "lock_free"
     merges = not apart and any(state.steps.landed)
     if merges:

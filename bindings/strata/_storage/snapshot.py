@@ -35,9 +35,7 @@ from .rank_calls import Call, Calls
 from .registrations import Contents
 from .snapshot_context import Form, form_of, take_context
 from .snapshot_kept import KeptSnapshots
-from .snapshot_links import remove_links
-from .snapshot_machines import recover
-from .snapshot_series import check_series, step_folder
+from .snapshot_series import check_series, recover, step_folder
 from .snapshot_writer import Asked, Writer
 from .together import Together
 
@@ -141,23 +139,8 @@ def snapshot_alone(
     model: nn.Module, path: AnyPath, extra: dict[str, Any] | None = None
 ) -> SnapshotHandle:
     """As snapshot(), the only one of its series. Whoever asks removes it, on rank 0:
-    remove_snapshot(). Ranks of several machines wait for each other."""
-    drop_removed(model)
+    remove_snapshot()."""
     return _begin(model, as_path(path), 1, 0, extra)
-
-
-def drop_removed(model: nn.Module) -> None:
-    """Of several machines: what was removed where rank 0 is goes on the others, which whoever
-    removed it does not see. All ranks call it."""
-    state = wrapped(model)
-    if state.ranks is None or not state.ranks.machines:
-        return
-    taker: Taker | None = state.snapshots
-    together = Together.of(state, NAME)
-    with together.phase() as phase:
-        phase.said = taker.removed() if taker is not None else []
-    if taker is not None and not together.leads:
-        taker.drop(phase.heard[0])
 
 
 def _begin(
@@ -332,7 +315,7 @@ class Taker:
             return
         number, folder = asked.number, asked.folder
         try:
-            call.hear(apart=("folders",))
+            call.hear()
             cleans, self._unclean = self._unclean, False
             with self.durability.watch(folder.parent):
                 writer = Writer(
@@ -351,17 +334,6 @@ class Taker:
         else:
             future.set_result(None)
 
-    def removed(self) -> list[str]:
-        """Of those that were complete: the ids of those that are there no more, each once."""
-        self.kept.drop_removed()
-        return self.kept.take_gone()
-
-    def drop(self, identities: list[str]) -> None:
-        """What rank 0 has not any more goes from the drives of this rank, too."""
-        for identity in identities:
-            remove_links(self._drives, identity)
-        self.kept.drop_removed()
-
     def make_room_to_hold(self) -> None:
         """Room for what self.holder is to hold. Raises StrataError where there can be none."""
         self.finish()
@@ -371,5 +343,5 @@ class Taker:
     def tidy(self, together: Together) -> None:
         """Removes what killed processes left on the drives, ahead of what looks at the links there.
         Of several ranks all do so, rank 0 first. REQUIRES: no snapshot is under way."""
-        recover(self._board, self._drives, together, self._unclean)
+        recover(self._drives, together, self._unclean)
         self._unclean = False

@@ -48,14 +48,6 @@ Where several ranks have taken it, each has page files, slots and links of its o
 has its "rank": slot s of it lies in file s % n of that rank's n drives. Its gradients are the sums
 of what all ranks have landed.
 
-Ranks may be on several machines. A drive's folder is a path on its rank's machine. A
-machine that does not see rank 0's folder of the series has a folder of its own, with the same two
-files: the whole manifest, with the same id. The snapshot counts from the moment that rank 0 has the
-manifest; until then no other machine has it, and everything else is on the disk of all of them. See
-snapshot_machines.py. What is frozen each machine has: a chunk is that of the first rank, and
-"copies" are those of other machines, which go on from them where they lie. Who reads the snapshot
-needs none of them.
-
 Versions 1 to 8 load. 7 had no "copies", and 6 no gradients of ranks and no "divisor"; 3 was that of
 several ranks, 4 of several machines, and 5 of whatever had scales. In version 2 "scales" were
 pages, all of them, and those of a chunk bytes in these, one behind the other; there was no

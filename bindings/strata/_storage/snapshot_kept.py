@@ -12,12 +12,11 @@ trains, and from that of its Taker.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .checkpoint_files import MANIFEST_NAME, CheckpointError, complete_at, read_manifest
+from .checkpoint_files import MANIFEST_NAME, CheckpointError, complete_at
 from .snapshot_series import finish_removals, remove_snapshot, snapshots_of
 
 if TYPE_CHECKING:
@@ -42,7 +41,6 @@ class KeptSnapshots:
         self._all: dict[str, _Kept] = {}
         self._left: set[Path] = set()  # that are no snapshots, and of which the log has told
         self._going: frozenset[Path] = frozenset()  # folders that rotate() removes now
-        self._gone: list[str] = []  # ids of those whose links went away
 
     def __len__(self) -> int:
         """All series together."""
@@ -89,26 +87,12 @@ class KeptSnapshots:
         for identity, kept in list(self._all.items()):
             if not kept.sign.exists():
                 self._drop(identity)
-                self._gone.append(identity)
 
-    def take_gone(self) -> list[str]:
-        """Those that drop_removed() has given up since: whoever removed them meant it."""
-        gone, self._gone = self._gone, []
-        return gone
-
-    def outdated(self, series: Path, keep: int) -> list[Path]:
-        """All but the newest."""
-        return snapshots_of(series)[:-keep]
-
-    def rotate(self, series: Path, keep: int, counted: Collection[str | None] = ()) -> None:
+    def rotate(self, series: Path, keep: int) -> None:
         """Removes all but the newest. What is damaged, or is no snapshot, stays on the disk; its
-        slots are given up, for nobody can load it. `counted`: on another machine than that of rank
-        0, ids of what stays there."""
+        slots are given up, for nobody can load it."""
         finish_removals(series)
-        olds = self.outdated(series, keep)
-        if counted:
-            found = self.outdated(series, 1)
-            olds = [each for each in found if _goes(each, each in olds, counted)]
+        olds = snapshots_of(series)[:-keep]
         self._going = frozenset(olds)
         try:
             for old in olds:
@@ -134,12 +118,3 @@ class KeptSnapshots:
         if kept is not None:
             self._session.drop_snapshot(kept.number)  # twice, after Ctrl-C, is no harm
             self._all.pop(identity, None)
-
-
-def _goes(folder: Path, old: bool, counted: Collection[str | None]) -> bool:
-    """Whether a snapshot does not count on rank 0's machine, and is of no use here."""
-    try:
-        manifest = read_manifest(folder)
-    except CheckpointError:
-        return old
-    return manifest.get("id") not in counted and (old or "machines" in manifest)

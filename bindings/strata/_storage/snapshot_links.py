@@ -16,7 +16,6 @@ import contextlib
 import json
 import os
 import secrets
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -94,14 +93,6 @@ def mark_pending(drives: list[str], identity: str, folder: Path) -> None:
     for drive in drives:
         with contextlib.suppress(OSError):  # a drive that is not there: its links stay
             if _owner(_owner_path(Path(drive), identity)) is not None:
-                _write_owner(Path(drive), identity, folder, pending=True)
-
-
-def mark_going(drives: list[str], identities: Iterable[str]) -> None:
-    """As mark_pending(), of snapshots that another machine removes."""
-    for drive in drives:
-        for identity in identities:
-            if (folder := link_owner(Path(drive), identity)) is not None:
                 _write_owner(Path(drive), identity, folder, pending=True)
 
 

@@ -27,7 +27,6 @@ from .extras import from_json
 from .snapshot import taker_of
 from .snapshot_adopt import adopt
 from .snapshot_files import is_snapshot
-from .snapshot_machines import newest_of_all
 from .snapshot_series import snapshots_of
 from .snapshot_source import Source, read_tensor
 from .stored import persistent_buffers
@@ -50,8 +49,7 @@ def load(model: nn.Module, path: AnyPath, *, progress: Progress | None = None) -
     before all have. The number of ranks may be another than when it
     was saved. Where it is the same, each gets back its own random states and `extra`; else all get
     those of rank 0. Buffers are rank 0's on all of them. Load ahead of the first backward, or
-    behind step(). Of several machines it is the newest snapshot that all of them have, and what
-    lies on the drive of another machine is sent from there.
+    behind step().
 
     Returns `extra`. Raises CheckpointError, before anything is changed, where there is none that is
     complete, where it is damaged, or of another model, and where another rank fails, which the
@@ -67,8 +65,6 @@ def load(model: nn.Module, path: AnyPath, *, progress: Progress | None = None) -
             state.hooks.reset()  # raises in a forked child, which has none of the threads
             state.snapshots.finish()
             state.snapshots.holder.finish()
-    if together.machines:
-        taker_of(state).tidy(together)  # which may find the newest one
     snapshot = _find(state, Path(os.path.realpath(place)), together)
     if snapshot is None:
         return checkpoint.load(model, place, progress=progress)
@@ -77,14 +73,12 @@ def load(model: nn.Module, path: AnyPath, *, progress: Progress | None = None) -
 
 def _find(state: Wrapped, path: Path, together: Together) -> Path | None:
     """The folder of the snapshot to load; None: there is none, but maybe a checkpoint. The same for
-    all ranks, or on several machines folders of the same snapshot."""
+    all ranks."""
     with together.phase() as phase:
         folder, found = find(path), snapshots_of(path)[::-1]
         if folder is not None:
             found = [folder] if is_snapshot(read_manifest(folder)) else []
         phase.said = str(found[0] if found else None)
-    if together.machines:
-        return newest_of_all(found, path, together)
     together.agree("paths", phase.heard)
     return found[0] if found else None
 
@@ -113,7 +107,7 @@ def _load_snapshot(
             phase.said = manifest.get("id")
         together.agree("snapshots", phase.heard)
         source.find_pages(together)
-        if together.count > 1 and not together.machines:
+        if together.count > 1:
             taker_of(state).tidy(together)
         # 2. Each rank goes on from its pages where they lie, if all can.
         with together.phase() as phase:

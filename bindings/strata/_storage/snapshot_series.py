@@ -27,9 +27,11 @@ from .checkpoint_files import (
     replace_folder,
     tidy,
 )
-from .replacing import sync, targets_of_work
-from .snapshot_files import REMOVED_NAME, check_drives, id_at, links_at, read_snapshot
+from .replacing import make_newest, sync, targets_of_work
+from .snapshot_files import LINKS, REMOVED_NAME, check_drives, id_at, links_at, read_snapshot
 from .snapshot_links import mark_complete, mark_pending, pending_on, remove_halves, remove_links
+from .ssd_folders import rank_folders
+from .together import Together
 
 STEP_NAME = re.compile(r"step-(\d{6,12})")
 
@@ -96,11 +98,41 @@ def clean_up(drives: list[str], clears: bool = True) -> None:
                 remove_links([str(drive)], identity)
 
 
-def unknown_on(drives: list[str]) -> dict[str, Path]:
-    """By id: the folders of snapshots that may be complete elsewhere, and are not being removed
-    here. REQUIRES: as clean_up()."""
-    found = {i: folder for drive in drives for i, folder in pending_on(Path(drive)).items()}
-    return {i: folder for i, folder in found.items() if id_at(folder, REMOVED_NAME) != i}
+def recover(drives: list[str], together: Together, cleans: bool) -> None:
+    """Removes what killed processes left on the drives, before anything looks at the links there.
+    All ranks call it, and rank 0 goes first. `cleans`: this one has to. REQUIRES: no snapshot is
+    under way."""
+    for leads in (True, False):
+        with together.phase():
+            if cleans and together.leads == leads:
+                _clean_up_all(drives, together)
+
+
+def _clean_up_all(drives: list[str], together: Together) -> None:
+    abandoned = _abandoned(drives, together)
+    clean_up([*drives, *abandoned], clears=together.leads)
+    for folder in abandoned:
+        with contextlib.suppress(OSError):  # a complete snapshot has links there
+            os.rmdir(folder)
+
+
+def _abandoned(drives: list[str], together: Together) -> list[str]:
+    """What an earlier run of other ranks, or of one process, had beside the drives, for rank 0.
+    REQUIRES: this run alone is in these folders."""
+    if not together.leads:
+        return []
+    ours = {f"rank-{rank}" for rank in range(together.count)} if together.count > 1 else set()
+    found: list[Path] = []
+    for drive in map(Path, drives):
+        home = drive.parent if ours else drive
+        found += [home] if ours else []
+        found += [folder for folder in rank_folders(home) if folder.name not in ours]
+    return [str(folder) for folder in found if (folder / LINKS).is_dir()]
+
+
+def make_newest_of(series: Path, new: Path) -> None:
+    """The manifest in a new folder is the newest of its series."""
+    make_newest(new / MANIFEST_NAME, [each / MANIFEST_NAME for each in snapshots_of(series)])
 
 
 def _clear_folder(folder: Path, identity: str) -> None:

@@ -35,7 +35,6 @@ from .snapshot_elements import SLICE_ELEMENTS, Chunk, Elements, Form, slices
 from .snapshot_files import FORMATS, check_drives, drives_by_rank
 from .snapshot_form import unsound
 from .snapshot_gradients import Pages, SavedGradients, waiting_slots
-from .snapshot_machines import readers_of
 from .snapshot_pages import page_memory, saved_pages
 from .snapshot_upgrade import upgrade
 from .stored import StoredTensor, stored_tensors
@@ -117,8 +116,6 @@ class Source:
         """Opens the page files that can be reached. All ranks call it. Raises CheckpointError."""
         manifest, folder = self.manifest, self._folder
         ranks = range(len(drives_by_rank(manifest)))
-        if together.machines or "machines" in manifest:
-            self._readers = readers_of(manifest, folder, together)
         reached = [r for r in ranks if self._readers.get(r, together.rank) == together.rank]
         with together.phase():
             try:

@@ -10,12 +10,9 @@ snapshot is one manifest that names all of them.
     3. Rank 0 makes the new folder.
     4. Each rank links its page files, waits until the disk has the names, and says what lies where
        (snapshot_parts.py).
-    5. When all have, rank 0 writes the manifest to the new folder. Machines that do not see it get
-       a copy of their own (snapshot_machines.py).
-    6. Rank 0's folder takes its place.
-    7. So do the copies.
-    8. The other ranks note that their links stay. Then older snapshots are removed, on all
-       machines.
+    5. When all have, rank 0 writes the manifest to the new folder.
+    6. The folder takes its place.
+    7. The other ranks note that their links stay. Then older snapshots are removed.
 Each phase ends for all ranks, or for none (together.py). Up to the end of phase 5 there is no
 manifest in its place, and so whoever fails takes its links away. From there on rank 0 alone
 decides: who does not hear of it leaves its links as they are, and marked as pending. The next run
@@ -28,7 +25,6 @@ import contextlib
 import logging
 import os
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,13 +34,12 @@ from .large_manifest import write_large_manifest
 from .rank_board import Board
 from .replacing import writing
 from .snapshot_context import Context, Form, write_state
-from .snapshot_files import FORMAT, id_at
+from .snapshot_files import FORMAT
 from .snapshot_kept import KeptSnapshots
-from .snapshot_links import Links, mark_going, remove_links
-from .snapshot_machines import Copies, make_newest_of, recover
+from .snapshot_links import Links
 from .snapshot_pages import copy_pages, from_files, slots_of
 from .snapshot_parts import join_part, note_steps, own_chunks, write_part
-from .snapshot_series import snapshots_of, taking_place
+from .snapshot_series import make_newest_of, recover, taking_place
 from .together import Together
 
 if TYPE_CHECKING:
@@ -88,7 +83,7 @@ class Writer:
     def write(self, cleans: bool) -> None:
         """Returns when it is complete. See Note [One commit]."""
         asked = self._asked
-        recover(self._board, self._drives, self._together, cleans)
+        recover(self._drives, self._together, cleans)
         self._rotate(self._kept.in_series(asked.folder.parent) > asked.keep)
         with self._together.phase() as phase:
             pages = self._session.snapshot(asked.number)  # waits
@@ -103,49 +98,17 @@ class Writer:
             self._give_up()
             raise
         self._rotate(True)
-        if self._board is not None:
-            self._board.forget_sent()
 
     def _rotate(self, wanted: bool) -> None:
-        """Removes older ones, if rank 0 wants it: the last time that may have failed. So does any
-        other machine: one where that was cut short, or that others have gone on without, has more
-        than rank 0's."""
+        """Removes older ones, if rank 0 wants it: the last time that may have failed."""
         series, keep, kept = self._asked.folder.parent, self._asked.keep, self._kept
         together = self._together
-        with together.phase() as phase:
+        with together.phase():
             self._durability.check()
-            if together.machines:
-                olds = kept.outdated(series, keep) if together.leads else []
-                phase.said = {"wanted": wanted, "outdated": [id_at(each) for each in olds]}
-            elif together.leads and wanted:
+            if together.leads and wanted:
                 kept.rotate(series, keep)
-        if together.machines:
-            wanted = any(said["wanted"] for said in phase.heard)
-            outdated = phase.heard[0]["outdated"] if wanted else []
-            self._rotate_machines([identity for identity in outdated if identity], wanted)
         if not together.leads:
             kept.drop_removed()
-
-    def _rotate_machines(self, going: list[str], wanted: bool) -> None:
-        """Who is killed from here on leaves links that the next run removes; also of what others
-        have removed on rank 0's machine meanwhile."""
-        series, keep, kept = self._asked.folder.parent, self._asked.keep, self._kept
-        with self._together.phase():
-            if not self._together.leads:
-                mark_going(self._drives, going)
-        with self._together.phase() as phase:
-            if self._together.leads:
-                kept.drop_removed()
-                if wanted:
-                    kept.rotate(series, keep)
-                left = [id_at(each) for each in snapshots_of(series)] if wanted else None
-                phase.said = {"left": left, "gone": kept.take_gone()}
-        left, gone = phase.heard[0]["left"], phase.heard[0]["gone"]
-        with self._together.phase():
-            if self._together.turn == 1 and left is not None:
-                kept.rotate(series, keep, left)
-            for identity in gone if not self._together.leads else ():
-                remove_links(self._drives, identity)
 
     def _give_up(self) -> None:
         links = self._links
@@ -168,28 +131,17 @@ class Writer:
                     new = stack.enter_context(taking_place(folder))
                     phase.said = [links.id, str(new)]
             identity, made = phase.heard[0]
-            copies = Copies(identity, made, together, self._board)
             # 4. The parts.
-            make_links = partial(self._make_links, identity)
-            with copies.meeting(folder, make_links), together.phase() as phase:
-                place, first = copies.place(), sum(drives[: together.rank])
-                entries = self._keep_pages(pages, make_links(), place, first)
+            with together.phase() as phase:
+                place, first = self._place(Path(made)), sum(drives[: together.rank])
+                phase.said = self._keep_pages(pages, self._make_links(identity), place, first)
                 if not together.leads:
                     write_part(place, together.rank, pages, self._asked.context)
-                    copies.send_part()
-                phase.said = {"drives": entries, "of": copies.of}
-            copies.hear([said["of"] for said in phase.heard])
-            # 5. The manifest, and its copies.
+            # 5. The manifest.
+            entries = [entry for said in phase.heard for entry in said]
             with together.phase():
                 if together.leads:
-                    copies.take_parts(new)
-                    entries = [entry for said in phase.heard for entry in said["drives"]]
                     self._write_folder(new, self._manifest(pages) | {"drives": entries}, drives)
-                    copies.send(new)
-            if copies.needed:
-                with together.phase():
-                    if copies.mine:
-                        copies.take(stack.enter_context(taking_place(folder)), folder)
             # 6. It counts.
             self._decided = together.leads
             try:
@@ -198,13 +150,17 @@ class Writer:
                         stack.close()
                         self._finish()
             except CheckpointError:
-                self._decided |= copies.of == 0  # rank 0 has ended it, and the folder says how
+                self._decided = True  # rank 0 has ended it, and the folder says how
                 raise
-            # 7. So it does on all machines.
-            if copies.needed:
-                with together.phase():
-                    stack.close()
         self._decided = True
+
+    def _place(self, new: Path) -> Path:
+        """Rank 0's new folder. Raises CheckpointError where this rank does not see it."""
+        if not new.is_dir():
+            raise CheckpointError(
+                f"rank {self._together.rank} does not see {new.parent} as rank 0 does"
+            )
+        return new
 
     def _finish(self) -> None:
         """The manifest is there."""
@@ -244,11 +200,6 @@ class Writer:
         if self._session.link_pages(links.paths):
             links.sync()
             return links.drive_entries()
-        if self._together.machines:
-            raise CheckpointError(
-                f"the file systems of {', '.join(self._drives)} have no hard links, which "
-                "snapshots of several machines need: use strata.save()"
-            )
         log.warning(
             "the file systems of %s have no hard links: snapshots are copied to %s, page by page",
             ", ".join(self._drives),
@@ -268,11 +219,9 @@ class Writer:
     def _write_folder(self, new: Path, manifest: dict[str, Any], drives: list[int]) -> None:
         """Of all ranks. The manifest comes last. `drives`: how many each rank has."""
         assert self._links is not None
-        ranks, machines = self._together.count, list(self._together.machines)
+        ranks = self._together.count
         if ranks > 1:
             manifest["ranks"] = drives
-        if machines:
-            manifest |= {"machines": machines, "copies": []}
         manifest["id"] = self._links.id
         with TensorWriter(new / STATE_NAME) as file:
             write_state(file, manifest, self._asked.context)

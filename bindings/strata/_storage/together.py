@@ -6,7 +6,6 @@
         ...                                # this rank's part
     phase.heard                            # what each rank said, by rank
     together.leads                         # this is rank 0
-    together.turn                          # 1: the first rank of another machine; 2: others
     together.pass_on(memory, 3, None)      # what rank 3 has in it, on all of them
     beside = Together.beside(board, "strata.snapshot()", key)   # the same, on a thread
     heard = beside.hear(place)             # what all said in beside.tell(), wherever they are
@@ -35,7 +34,7 @@ import contextlib
 import json
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,7 +51,6 @@ from .rank_board import (
     PAUSE_MAX_S,
     PAUSE_MIN_S,
     Board,
-    death_s,
     naming_dead,
 )
 
@@ -82,15 +80,13 @@ class Together:
         rank: int,
         count: int,
         exchange: Exchange,
-        machines: tuple[str, ...] = (),
         collectives: Collectives | None = None,
         begin: Callable[[str], list[str]] | None = None,
     ) -> None:
-        """`call`: what users call it; `machines`: by rank, where there are several; `begin`: says
-        to all that this rank is in the call, and gives what they said."""
+        """`call`: what users call it; `begin`: says to all that this rank is in the call, and gives
+        what they said."""
         self._call = call
         self.rank, self.count = rank, count
-        self.machines = machines
         self._say = exchange
         self._collectives = collectives
         self._begin = begin
@@ -108,7 +104,7 @@ class Together:
             waits.until(lambda: roll.complete(call), roll.timeout_s)
             return roll.heard
 
-        return Together(call, ranks.rank, ranks.count, calls.exchange, ranks.machines, calls, begin)
+        return Together(call, ranks.rank, ranks.count, calls.exchange, calls, begin)
 
     @staticmethod
     def alone(call: str) -> Together:
@@ -126,39 +122,12 @@ class Together:
             board.post(f"{key}/{exchanges}", message)
             return board.hear(f"{key}/{exchanges}", call)
 
-        return Together(call, board.rank, board.count, exchange, board.machines)
+        return Together(call, board.rank, board.count, exchange)
 
     @property
     def leads(self) -> bool:
         """Whether this rank does what one alone does."""
         return self.rank == 0
-
-    @property
-    def turn(self) -> int:
-        """Of this rank."""
-        return self.turn_of(self.rank)
-
-    def turn_of(self, rank: int) -> int:
-        """In the order in which ranks look after folders: 0: rank 0; 1: the first one of another
-        machine; 2: others, which leave folders to the first one of theirs."""
-        if rank == 0:
-            return 0
-        return 1 if self.machines and self.machines.index(self.machines[rank]) == rank else 2
-
-    @property
-    def turns(self) -> Sequence[int]:
-        """Those that there are."""
-        return (0, 1, 2) if self.machines else (0, 2)
-
-    @property
-    def here(self) -> list[int]:
-        """The ranks of this one's machine."""
-        of = self.machines
-        return [i for i in range(self.count) if not of or of[i] == of[self.rank]]
-
-    def machine(self, rank: int) -> str:
-        """What it is called, in words that end a sentence; "": there is one."""
-        return f" on {self.machines[rank]}" if self.machines else ""
 
     def pass_on(self, memory: torch.Tensor, source: int, failed: BaseException | None) -> None:
         """Fills the memory, of the same size on all ranks, with what rank `source` has in its own.
@@ -216,15 +185,13 @@ class Together:
                 raise CheckpointError(f"{self._call} failed on rank {rank}: {heard['error']}")
         return [heard["said"] for heard in found]
 
-    def agree(self, what: str, values: list[Any], apart: bool = False) -> None:
-        """Raises CheckpointError unless all ranks said the same. `what`: it is; `apart`: those of
-        another machine may say something else."""
+    def agree(self, what: str, values: list[Any]) -> None:
+        """Raises CheckpointError unless all ranks said the same. `what`: it is."""
         for rank, value in enumerate(values):
-            first = self.machines.index(self.machines[rank]) if apart and self.machines else 0
-            if value != values[first]:
+            if value != values[0]:
                 raise CheckpointError(
-                    f"{self._call} was given different {what}: {values[first]!s:.300} on rank "
-                    f"{first}, and {value!s:.300} on rank {rank}"
+                    f"{self._call} was given different {what}: {values[0]!s:.300} on rank 0, and "
+                    f"{value!s:.300} on rank {rank}"
                 )
 
 
@@ -290,13 +257,12 @@ class _Waits:
 
     def __init__(self, state: Wrapped, call: str, patience_s: float) -> None:
         self._session, self._call = state.session, call
-        self._death_s = death_s(state.config)
         self._patience_s = patience_s
 
     def complete(self, begin: Callable[[], distributed.Work]) -> None:
         """Begins a call of all ranks, and returns when it is over. Raises StrataError where a rank
         has died."""
-        with naming_dead(self._session, self._death_s):
+        with naming_dead(self._session):
             work = begin()
             self._await(work.is_completed)
             work.wait()
@@ -310,7 +276,7 @@ class _Waits:
                 return yes
             raise RuntimeError(f"{self._call} has waited for other ranks for {timeout_s:.0f} s")
 
-        with naming_dead(self._session, self._death_s):
+        with naming_dead(self._session):
             self._await(look)
 
     def _await(self, over: Callable[[], bool]) -> None:

@@ -26,10 +26,10 @@ from .._config.options import Options
 from .._errors import StrataError, is_for_snapshots, with_more
 from .._runtime.wrapped import wrapped
 from .._storage import rng
-from .._storage.rank_board import death_s, name_dead
+from .._storage.rank_board import name_dead
 from .._storage.replacing import make_newest, writing
 from .._storage.saving import save
-from .._storage.snapshot import SnapshotHandle, drop_removed, snapshot_alone
+from .._storage.snapshot import SnapshotHandle, snapshot_alone
 from .._storage.snapshot_load import load
 from .._storage.snapshot_series import snapshots_of
 from ._trainer_checkpoints import (
@@ -103,8 +103,6 @@ class SavingMixin(_Base):
                 self._name_dead()
             raise
         self._settle()
-        if self.snapshots:
-            drop_removed(self.model)  # of all ranks, when rank 0 has removed what is outdated
         return result
 
     def _name_dead(self) -> None:
@@ -112,7 +110,7 @@ class SavingMixin(_Base):
         with it fails without a name."""
         state = self.model.__dict__.get("_strata")
         if state is not None and state.ranks is not None:
-            name_dead(state.session, death_s(state.config))
+            name_dead(state.session)
 
     def _plan_snapshots(self, steps: int) -> None:
         """Decides whether checkpoints are snapshots, and how many of them there are at once."""

@@ -18,7 +18,6 @@
 #include <vector>
 
 #include "engine/ranks/meeting.hpp"
-#include "memory/descriptor.hpp"
 #include "memory/shared_area.hpp"
 
 namespace strata {
@@ -52,14 +51,14 @@ class Loopback final {
     OneRank(Loopback& machine, std::uint32_t rank)
         : machine_(machine), rank_(rank), told_(machine.lost_.size(), false) {}
     std::vector<Seat> meet(const SeatOffer& offer) override {
-      return machine_.meet(rank_, offer, memories_, bells_, files_);
+      return machine_.meet(rank_, offer, memories_, bells_);
     }
-    std::vector<LostRank> lost() override {
-      std::vector<LostRank> lost;
+    std::vector<std::uint32_t> lost() override {
+      std::vector<std::uint32_t> lost;
       for (std::uint32_t rank = 0; rank < told_.size(); ++rank) {
         if (rank == rank_ || told_[rank] || !machine_.lost_[rank]) continue;
         told_[rank] = true;
-        lost.push_back({.rank = rank});
+        lost.push_back(rank);
       }
       return lost;
     }
@@ -71,13 +70,11 @@ class Loopback final {
     // As processes have: who has closed is still read, and rung for.
     std::vector<MappedArea> memories_;
     std::vector<std::unique_ptr<PeerBell>> bells_;
-    std::vector<Descriptor> files_;
   };
 
   std::vector<Seat> meet(std::uint32_t rank, const SeatOffer& offer,
                          std::vector<MappedArea>& memories,
-                         std::vector<std::unique_ptr<PeerBell>>& bells,
-                         std::vector<Descriptor>& files) {
+                         std::vector<std::unique_ptr<PeerBell>>& bells) {
     offers_[rank] = offer;
     boards_[rank].reset(new (std::align_val_t{64}) std::byte[offer.board_bytes]());
     all_->arrive_and_wait();
@@ -90,9 +87,6 @@ class Loopback final {
                        .memory = r == rank ? offers_[r].memory : memories.back().bytes(),
                        .claimed_bytes = offers_[r].claimed_bytes,
                        .ring = [bell = bells.back().get()] { bell->ring(); }});
-      if (offers_[r].device_file < 0) continue;
-      files.push_back(Descriptor::duplicate(offers_[r].device_file));
-      seats.back().device_file = files.back().get();
     }
     all_->arrive_and_wait();  // nobody closes what another has still to take
     return seats;

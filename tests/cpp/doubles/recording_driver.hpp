@@ -52,8 +52,6 @@ struct RecordingOptions {
   int capability = 90;
   bool has_virtual_memory = true;
   bool reaches_host = true;
-  bool reaches_peers = true;           // it maps what other devices share
-  bool garbles_peers = false;          // copies from there bring other bytes, and nothing fails
   std::size_t granularity = 4 * kKiB;  // a GPU's is 2 MiB: tests use small pages
   std::size_t device_bytes = 256 * kMiB;
   std::size_t taken_bytes = 0;  // by other processes
@@ -138,7 +136,6 @@ class RecordingDriver final {
     std::size_t bytes;
     int mappings = 0;
     bool released = false;
-    bool opened = false;  // of one that another process shares
   };
   struct Mapping {
     std::size_t bytes;
@@ -180,7 +177,6 @@ class RecordingDriver final {
   struct Place {
     off_t offset;
     std::size_t bytes;
-    bool opened;  // another device shares it
   };
 
   void fill_device(CudaDriver& table);
@@ -195,8 +191,6 @@ class RecordingDriver final {
   void complain(std::string what);
 
   int create(std::size_t bytes, CudaMemory* memory);
-  int share(std::size_t bytes, CudaMemory* memory, int* file);
-  int open(int file, CudaMemory* memory);
   int release(CudaMemory memory);
   int reserve(std::size_t bytes, std::byte** range);
   int free_range(std::byte* range, std::size_t bytes);

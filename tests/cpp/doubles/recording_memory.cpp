@@ -46,16 +46,6 @@ void RecordingDriver::fill_memory(CudaDriver& table) {
     const int released = driver->release(memory);
     return result != kCudaSuccess ? result : released;
   };
-  table.memory_share = [](void* self, int, std::size_t bytes, CudaMemory* memory, int* file) {
-    const Call driver(self);
-    const int failed = driver->enter("memory_share", Kind::make);
-    return failed != kCudaSuccess ? failed : driver->share(bytes, memory, file);
-  };
-  table.memory_open = [](void* self, int file, CudaMemory* memory) {
-    const Call driver(self);
-    const int failed = driver->enter("memory_open", Kind::make);
-    return failed != kCudaSuccess ? failed : driver->open(file, memory);
-  };
   table.map = [](void* self, std::byte* at, std::size_t bytes, CudaMemory memory) {
     const Call driver(self);
     const int failed = driver->enter("map", Kind::make);
@@ -87,7 +77,7 @@ void RecordingDriver::fill_memory(CudaDriver& table) {
 
 std::size_t RecordingDriver::used_bytes() const {
   std::size_t bytes = 0;
-  for (const auto& [handle, memory] : memory_) bytes += memory.opened ? 0 : memory.bytes;
+  for (const auto& [handle, memory] : memory_) bytes += memory.bytes;
   return bytes;
 }
 
@@ -99,25 +89,6 @@ int RecordingDriver::create(std::size_t bytes, CudaMemory* memory) {
   file_bytes_ += bytes;  // what was given back is a hole
   const int failed = ::ftruncate(fd_, static_cast<off_t>(file_bytes_));
   STRATA_ASSERT(failed == 0);
-  return kCudaSuccess;
-}
-
-// What stands for the memory is a file with the number of its handle.
-int RecordingDriver::share(std::size_t bytes, CudaMemory* memory, int* file) {
-  if (const int failed = create(bytes, memory)) return failed;
-  *file = ::memfd_create("strata-shared", MFD_CLOEXEC);
-  const auto written = ::pwrite(*file, memory, sizeof *memory, 0);
-  STRATA_ASSERT(written == sizeof *memory);
-  return kCudaSuccess;
-}
-
-int RecordingDriver::open(int file, CudaMemory* memory) {
-  CudaMemory shared = 0;
-  const bool read = ::pread(file, &shared, sizeof shared, 0) == sizeof shared;
-  const auto found = memory_.find(shared);
-  if (!read || found == memory_.end() || !options_.reaches_peers) return kInvalidValue;
-  *memory = next_++;
-  memory_[*memory] = {.offset = found->second.offset, .bytes = found->second.bytes, .opened = true};
   return kCudaSuccess;
 }
 
@@ -137,10 +108,6 @@ void RecordingDriver::drop_if_unused(CudaMemory memory) {
   const Memory one = memory_.at(memory);
   if (!one.released || one.mappings != 0) return;
   memory_.erase(memory);
-  const bool shared = std::any_of(memory_.begin(), memory_.end(), [&](const auto& other) {
-    return other.second.offset == one.offset;
-  });
-  if (shared) return;
   ::fallocate(fd_, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, static_cast<off_t>(one.offset),
               static_cast<off_t>(one.bytes));
 }

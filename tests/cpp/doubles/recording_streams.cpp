@@ -146,14 +146,6 @@ void RecordingDriver::fill_work(CudaDriver& table) {
     driver->copied_out_.emplace_back(host, bytes);
     return driver->submit(stream, {.what = What::copy, .to = host, .from = device, .bytes = bytes});
   };
-  table.copy_across = [](void* self, std::byte* to, const std::byte* from, std::size_t bytes,
-                         CudaStream stream) {
-    const Call driver(self);
-    if (const int failed = driver->enter("copy_across", Kind::work)) return failed;
-    if (!driver->reachable(to, bytes) || !driver->reachable(from, bytes))
-      driver->complain("bytes are copied across where nothing is");
-    return driver->submit(stream, {.what = What::copy, .to = to, .from = from, .bytes = bytes});
-  };
 }
 
 void RecordingDriver::launch(CudaStream stream, Uses uses, std::function<void()> kernel) {
@@ -296,7 +288,7 @@ std::optional<RecordingDriver::Place> RecordingDriver::place(const std::byte* at
   if (into >= found->second.bytes) return std::nullopt;
   const Memory& memory = memory_.at(found->second.memory);
   return Place{static_cast<off_t>(memory.offset + into),
-               std::min(bytes, found->second.bytes - into), memory.opened};
+               std::min(bytes, found->second.bytes - into)};
 }
 
 // By way of the file: device memory may be hidden, and stays so for everybody else.
@@ -309,7 +301,6 @@ void RecordingDriver::copy(std::byte* to, const std::byte* from, std::size_t byt
       std::vector<std::byte> between(std::min(into->bytes, out_of->bytes));
       moved = ::pread(fd_, between.data(), between.size(), out_of->offset);
       STRATA_ASSERT(moved > 0);
-      if (out_of->opened && options_.garbles_peers) between.front() ^= std::byte{1};
       moved = ::pwrite(fd_, between.data(), static_cast<std::size_t>(moved), into->offset);
     } else if (into) {
       moved = ::pwrite(fd_, from, into->bytes, into->offset);

@@ -60,7 +60,7 @@ class Wear:
         if self._timed or simulation is None or not self.endurance_bytes:
             return []
         self._timed = True
-        here = state.ranks.together if state.ranks is not None else 1
+        here = state.ranks.count if state.ranks is not None else 1
         return wear_lines(
             here * simulation.lanes["write"].bytes,
             self.endurance_bytes,
@@ -80,7 +80,7 @@ def check(choice: Choice, options: Options, device: str, ranks: Ranks | None = N
     wear = Wear(training.steps, endurance)
     remove_leftovers(memory.ssd_path)
     given = parse_budgets(memory.budgets())
-    here = ranks.together if ranks is not None else 1
+    here = ranks.count if ranks is not None else 1
     asked = {**given, "device": here * given.get("device", 0)} if device == HOST else given
     budget_check.check(asked, device, memory.ssd_path)
     budgets = {
