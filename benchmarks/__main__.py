@@ -17,62 +17,32 @@ from .device import HOST, parse_device
 
 # Each module has run(context), which yields figures.
 BENCHES = {
-    "equal": "the same bits under any budgets, page size, I/O engine and workers",
-    "equal-codes": "the same bits of adapters over codes: tiers, page sizes, activations, tiles",
     "step": "step time against plain PyTorch: all resident, state in host memory, state on the SSD",
     "io-bound": "SSD bandwidth of a step with little computation, against fio",
-    "adam": "the optimizer kernel against torch's and against a loop over the same bytes",
-    "dequantise": "codes of frozen pages to bfloat16, against memcpy() of the output",
-    "code-bits": "codes and values of frozen pages against bitsandbytes and torchao: the same bits",
-    "adam-peers": "the optimizer kernel against DeepSpeed's and torch's, with their casts",
+    "hide": "what updates add to a step in each mode, state on the SSD; LockFree at 128 tokens",
+    "quality": "held-out loss of every update mode on real text; a round is a seed",
+    "adam": "the optimizer kernel against a loop over its bytes, DeepSpeed's and torch's",
     "vs-deepspeed": "a training step against DeepSpeed's ZeRO-3 with CPU and with NVMe offload",
-    "give-way": "computation beside a worker on the same cores, under each way to step back",
     "capacity": "the largest Llama that trains within 2 GiB of memory and 20 GB of SSD",
     "qlora-capacity": "the largest Llama whose adapters train over NF4 in 2 GiB and 20 GB of SSD",
     "qlora-step": "LoRA over a base in NF4 against bitsandbytes and PEFT",
-    "qlora-quality": "held-out loss of LoRA over a base in bfloat16, int8 and NF4",
-    "lora-bytes": "what adapters of a 7 B Llama take of the bytes that they need",
-    "lock": "how long the core's lock is held in steady steps; checksums of a fast disk's pages",
-    "trainer": "a step of Trainer with the mixin, over the same step of a loop",
-    "grad": "clip_grad_norm_ on a wrapped model: time, and bytes that move",
-    "import": "what `import strata` adds to `import torch`",
-    "save-stall": "how long saving holds the loop: snapshots, save, torch.save, DCP's async_save",
-    "save-bytes": "bytes that snapshots write beyond the step's own",
-    "save-every": "steps with a snapshot behind every tenth, and behind each, over none",
-    "resume": "from a snapshot to the first step",
-    "reshard": "a snapshot under other budgets, page sizes, modes and tilings: the same bits",
-    "ranks": "two ranks of this machine over one process, and over FSDP2: steps and memory",
-    "ranks-equal": "the same bits of one to four ranks: transports, budgets, page sizes, modes",
-    "rank-loss": "ranks killed and stopped at random moments: who says what, when; what is lost",
-    "soak": "a run with a snapshot behind every 20th step, for --minutes: memory, slots",
-    "fuzz": "damaged files, as strangers may have left them: what is handled wrongly",
-    "crash": "runs killed by SIGKILL at random moments: what of their snapshots is lost",
-    "wrap": "what a wrapped module costs when its parameters are there already",
-    "plan-error": "predicted against measured step time, in eight settings",
-    "bound": "measured step time against the lower bound, in the same settings",
-    "device-floor": "the smallest device budget at 1.10 times plain PyTorch's step",
+    "plan-error": "predicted against measured steps, the lower bound, and the best of all plans",
     "activations": "memory and time where activations are kept, swapped, recomputed, sliced",
-    "batch": "parameter bytes that cross to the device, as the batch grows",
-    "tiled": "head and loss of a 32,000-word vocabulary: all logits at once, in chunks, in tiles",
-    "planner-vs-optimal": "plans against the best of all plans, on small random steps",
-    "replay": "steps of 7 B to 70 B models on paper machines: time, and percentage of the bound",
+    "wrap": "what a wrapped module costs when its parameters are there, and clip_grad_norm_",
+    "lock": "how long the core's lock is held in steady steps",
+    "save-stall": "how long saving holds the loop: snapshots, save, torch.save, DCP's async_save",
+    "ranks": "two ranks of this machine over one process, and over FSDP2: steps and memory",
     "paper-8b": "65,536 tokens of an 8 B Llama in 24 GB of an H200, on paper",
-    "hide": "what updates add to a step of 2,048 tokens, in each mode, state on the SSD",
-    "ssd-bound": "steps of 128 tokens under LockFree, state on the SSD, against none on it",
-    "quality": "loss curves of every mode on real text; a round is a seed",
     "copy": "pages that move between host memory and the device, against one copy of everything",
-    "map": "what it costs to let a view show another page, and how often steady steps do it",
     "update-gpu": "the optimizer kernel on the device, against a copy inside its memory",
     "step-gpu": "a step of an 8 B Llama in 24 GB of a GPU, against the GPU's matrix products",
     "capacity-gpu": "the largest Llama that trains with all of GPU, host and SSD",
     "vs-torch": "a Llama with a quarter of its state on the GPU, against plain PyTorch",
 }
-# Those that measure a device, as --device says; the others measure the host.
-OF_DEVICE = ("copy", "map", "update-gpu", "step-gpu", "capacity-gpu", "vs-torch")
-NEEDS_GPU = ("step-gpu", "capacity-gpu", "vs-torch")  # but for --quick
-CAMPAIGNS = ("crash", "fuzz", "rank-loss", "soak")  # long: not among "all", but for --quick
-ROUNDS = 5
-ROUNDS_OF = {"quality": 3, "qlora-quality": 3, "rank-loss": 200}
+# These measure a device, as --device says; the others measure the host.
+OF_DEVICE = ("copy", "update-gpu", "step-gpu", "capacity-gpu", "vs-torch")
+NEEDS_GPU = ("step-gpu", "capacity-gpu", "vs-torch")  # except with --quick
+ROUNDS, ROUNDS_OF_QUALITY = 5, 3
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -89,13 +59,6 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="tiny sizes: shows that it runs")
     parser.add_argument("--rounds", type=int, help="turns of every side (5, quality 3; quick: 1)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--from", type=int, default=0, dest="first", metavar="N", help="crash, fuzz: begins there"
-    )
-    parser.add_argument(
-        "--count", type=int, metavar="N", help="crash: so many kills; fuzz: files of a kind"
-    )
-    parser.add_argument("--minutes", type=float, metavar="N", help="soak: so long (30)")
     parser.add_argument(
         "--ssd-path", type=Path, default=ROOT / "build", help="folder on the disk to measure"
     )
@@ -128,25 +91,16 @@ def chosen(options: argparse.Namespace) -> Sequence[str]:
         return [options.name]
     if options.device != HOST:
         return OF_DEVICE
-    left_out: tuple[str, ...] = () if options.quick else (*NEEDS_GPU, *CAMPAIGNS)
+    left_out: tuple[str, ...] = () if options.quick else NEEDS_GPU
     return [name for name in BENCHES if name not in left_out]
 
 
 def context_of(name: str, options: argparse.Namespace) -> Context:
     """What the command line asks of one bench."""
-    rounds = options.rounds or (1 if options.quick else ROUNDS_OF.get(name, ROUNDS))
+    full = ROUNDS_OF_QUALITY if name == "quality" else ROUNDS
+    rounds = options.rounds or (1 if options.quick else full)
     where = options.ssd_path.resolve()
-    return Context(
-        options.quick,
-        options.seed,
-        rounds,
-        where,
-        options.device,
-        options.resume,
-        options.first,
-        options.count,
-        options.minutes,
-    )
+    return Context(options.quick, options.seed, rounds, where, options.device, options.resume)
 
 
 def run_bench(name: str, context: Context) -> Iterator[Figure]:

@@ -1,5 +1,8 @@
-"""The optimizer kernel on plain memory: against torch's fused AdamW, and against a loop that reads
-and writes the same bytes and computes nothing, which is as fast as memory allows.
+"""The optimizer kernel on plain memory. Against a loop that reads and writes the same bytes and
+computes nothing, which is as fast as memory allows: what benchmarks/adam_loop.cpp prints, by
+instruction set and threads. And one update of 100 million parameters, bfloat16 gradient in and
+bfloat16 parameter out, against DeepSpeed's CPU Adam and torch's fused AdamW with the casts that
+they need, and the loop. All take turns, with their memory in huge pages, as strata's frames are.
 """
 
 import itertools
@@ -7,24 +10,39 @@ import json
 import os
 import statistics
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, closing
 from typing import TYPE_CHECKING
 
 import torch
 
-from .common import ROOT, BenchError, Context, Figure, median_ratio, seconds_of, take_turns
+from .common import (
+    ROOT,
+    BenchError,
+    Context,
+    Figure,
+    median_ratio,
+    seconds_of,
+    share_of_best,
+    take_turns,
+)
+from .peers import environment
+from .peers.child import Child
 
 if TYPE_CHECKING:
     from strata._core import GroupSpec
 
-COUNT = 64 << 20  # far beyond every cache
+COUNT, PEER_COUNT = 64 << 20, 100_000_000  # far beyond every cache
 LOOP = ROOT / "build/release/benchmarks/adam_loop"
+WARM_UP_TURNS = 2
 # Parameter (with its residual) and two moments are read and written, the gradient is read.
-BYTES_PER_PARAMETER = {
-    "strata": 2 * (2 + 2 + 4 + 4) + 2,
-    "torch_float32": 2 * (4 + 4 + 4) + 4,
-    "torch_bfloat16": 2 * (2 + 2 + 2) + 2,
-}
+BYTES = 2 * (2 + 2 + 4 + 4) + 2
+# With a float32 master: gradient read and its copy written; parameter and two moments read and
+# written, the copy read; parameter read and its 16-bit form written.
+MASTER_BYTES = (2 + 4) + (2 * (4 + 4 + 4) + 4) + (4 + 2)
+BYTES_OF = {"strata": BYTES, "loop": BYTES, "deepspeed": MASTER_BYTES, "torch": MASTER_BYTES}
+TARGET_OVER_DEEPSPEED = 1.3
+TARGET_OF_LOOP = 95.0
 
 
 def strata_side(count: int, threads: int) -> Callable[[], float]:
@@ -73,14 +91,6 @@ def strata_side(count: int, threads: int) -> Callable[[], float]:
     return lambda: seconds_of(update)
 
 
-def torch_side(count: int, dtype: torch.dtype) -> Callable[[], float]:
-    """Seconds of one update by torch.optim.AdamW(fused=True)."""
-    param = torch.nn.Parameter(torch.randn(count, dtype=dtype))
-    param.grad = torch.randn(count, dtype=dtype)
-    optimizer = torch.optim.AdamW([param], lr=1e-5, weight_decay=0.1, fused=True)
-    return lambda: seconds_of(optimizer.step)
-
-
 def loop_figures(count: int, threads: int, turns: int) -> Iterator[Figure]:
     """The kernel against a loop that reads and writes the same bytes and computes nothing: what
     benchmarks/adam_loop.cpp prints.
@@ -97,22 +107,38 @@ def loop_figures(count: int, threads: int, turns: int) -> Iterator[Figure]:
 
 def run(context: Context) -> Iterator[Figure]:
     """Yields nanoseconds and bytes per parameter of each side, and their ratios."""
-    count = 1 << 20 if context.quick else COUNT
     threads = len(os.sched_getaffinity(0))
-    turns = context.rounds * 3
-    yield from loop_figures(count, threads, turns)
-    torch.set_num_threads(threads)
-    sides = {
-        "strata": strata_side(count, threads),
-        "torch_float32": torch_side(count, torch.float32),
-        "torch_bfloat16": torch_side(count, torch.bfloat16),
-    }
-    for side in sides.values():
-        side()  # touches every page
-    taken = take_turns(sides, turns, context.say)
+    yield from loop_figures(1 << 20 if context.quick else COUNT, threads, context.rounds * 3)
+    python = environment.python(context)
+    count = 1 << 20 if context.quick else PEER_COUNT
+    env = {**environment.variables(threads), "THP_MEM_ALLOC_ENABLE": "1"}
+    sizes = [f"--count={count}", f"--threads={threads}"]
+    commands = [
+        [str(python), "-m", "benchmarks.peers.optimizers", *sizes],
+        [str(LOOP), "--serve", "1", "--params", str(count), "--threads", str(threads)],
+    ]
+    with ExitStack() as stack:
+        optimizers, loop = (stack.enter_context(closing(Child(each, env))) for each in commands)
+        sides = {name: asking(loop if name == "loop" else optimizers, name) for name in BYTES_OF}
+        take_turns(sides, WARM_UP_TURNS, lambda text: None)  # touches every page
+        taken = take_turns(sides, 3 * context.rounds, context.say)
+    yield from figures(taken, count)
+
+
+def asking(child: Child, name: str) -> Callable[[], float]:
+    """A side that is a command of a child."""
+    return lambda: float(child.ask(name)["seconds"])
+
+
+def figures(taken: Mapping[str, list[float]], count: int) -> Iterator[Figure]:
+    """What the turns of all sides say."""
     for name, seconds in taken.items():
         nanoseconds = statistics.median(seconds) / count * 1e9
         yield Figure("adam", f"{name}_time", nanoseconds, "ns/parameter")
-        yield Figure("adam", f"{name}_bytes", BYTES_PER_PARAMETER[name], "bytes/parameter")
-    over = median_ratio(taken["torch_float32"], taken["strata"])
-    yield Figure("adam", "speed_over_torch_float32", over, "ratio", better="higher")
+        yield Figure("adam", f"{name}_bytes", BYTES_OF[name], "bytes/parameter")
+    for peer, target in {"deepspeed": TARGET_OVER_DEEPSPEED, "torch": None}.items():
+        ratio = median_ratio(taken[peer], taken["strata"])
+        yield Figure("adam", f"speed_over_{peer}", ratio, "ratio", target, better="higher")
+    rates = {name: [1 / each for each in taken[name]] for name in ("strata", "loop")}
+    percent = share_of_best(rates["strata"], rates["loop"])
+    yield Figure("adam", "of_loop", percent, "%", TARGET_OF_LOOP, bound=100.0, better="higher")

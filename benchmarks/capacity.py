@@ -2,20 +2,20 @@
 fails. Each attempt is a process of its own inside the limit.
 """
 
-import json
-import math
 import shutil
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
+from .attempt import command, completed
 from .common import GIB, MIB, BenchError, Context, Figure
 from .limit import Runner, limited_runner
 from .models import parameter_count
 
 LIMIT_BYTES = 2 * GIB
 SSD_BYTES = 20 * 10**9
-TOKENS = 128
+TOKENS, STEPS = 128, 3
+# Of the 2 GiB, Python and PyTorch take about 0.5; activations, gradients of one unit on their way
+# out and the logits take the rest of what is not listed here.
+DEVICE_BYTES, HOST_BYTES = 256 * MIB, 640 * MIB
 GROWTH = 1.1
 TARGET = 1.2e9
 START = 20e6
@@ -37,33 +37,12 @@ def shape_for(parameters: float) -> tuple[int, int]:
 def attempt(side: str, shape: tuple[int, int], context: Context, run: Runner) -> bool:
     """Whether three steps of a model of this shape complete with finite losses."""
     hidden, layers = shape
-    count = parameter_count(hidden, layers)
+    numbers = {"hidden": hidden, "layers": layers, "tokens": TOKENS, "seed": context.seed}
     with context.scratch() as folder:
-        done = run(child_command(side, shape, context.seed, folder), LIMIT_BYTES)
-    if done.returncode != 0:
-        reason = "killed by the limit" if done.returncode == -9 else last_line(done.stderr)
-        context.say(f"{side}: {count / 1e9:.3f} B ({hidden} x {layers}): {reason}")
-        return False
-    report = json.loads(done.stdout.splitlines()[-1])
-    seconds = report["seconds"][-1]
-    context.say(f"{side}: {count / 1e9:.3f} B ({hidden} x {layers}): ok, {seconds:.1f} s a step")
-    return all(math.isfinite(loss) for loss in report["losses"])
-
-
-def child_command(side: str, shape: tuple[int, int], seed: int, folder: Path) -> list[str]:
-    """The command line of one attempt."""
-    hidden, layers = shape
-    numbers = {"hidden": hidden, "layers": layers, "tokens": TOKENS, "seed": seed}
-    return [
-        *(sys.executable, "-m", "benchmarks.capacity_child", side),
-        *(f"--{name}={number}" for name, number in numbers.items()),
-        *(f"--ssd-bytes={SSD_BYTES}", f"--ssd-path={folder}"),
-    ]
-
-
-def last_line(text: str) -> str:
-    """The end of an error message."""
-    return (text.strip().splitlines() or ["failed without a word"])[-1]
+        budgets = {"device_bytes": DEVICE_BYTES, "host_bytes": HOST_BYTES, "ssd_bytes": SSD_BYTES}
+        done = run(command(side, steps=STEPS, ssd_path=folder, **numbers, **budgets), LIMIT_BYTES)
+    what = f"{side}: {parameter_count(hidden, layers) / 1e9:.3f} B ({hidden} x {layers})"
+    return completed(done, what, context.say)
 
 
 def grown(size: float, factor: float) -> float:

@@ -5,15 +5,13 @@ residual and two moments. Each attempt is a process of its own, with a limit in 
 
 import contextlib
 import json
-import math
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from .capacity import last_line
+from .attempt import command, completed
 from .common import GIB, MIB, Context, Figure
 from .device import free_bytes, full_size_needs_gpu
 from .host_room import grow
@@ -27,6 +25,7 @@ ATTEMPT_SECONDS = 1800
 DEPTH_MIN = 64  # layers: so that one more is a small step
 WIDTHS = (256, 512, 1024, 2048, 4096, 8192)
 TOKENS = 2048
+STEPS = 3 + 3  # three are recorded and timed, and the plan that is made has to fit as well
 HOST_MAX = 1024 * GIB  # bytes: a machine may show what it has only as it is touched
 
 # What is left to the driver and PyTorch, to Python and the system, and to the file system.
@@ -103,20 +102,29 @@ def attempt(context: Context, given: Machine, hidden: int, layers: int) -> bool:
     """Whether all steps of a model of this shape complete with finite losses."""
     size = f"{parameter_count(hidden, layers) / 1e9:.4g} B ({hidden} x {layers})"
     with context.scratch() as folder:
-        command = child_command(context, given, hidden, layers, folder)
+        words = command(
+            "strata",
+            hidden=hidden,
+            layers=layers,
+            tokens=64 if context.quick else TOKENS,
+            steps=STEPS,
+            seed=context.seed,
+            device=context.device,
+            device_bytes=given.device,
+            host_bytes=given.host,
+            ssd_bytes=given.ssd,
+            ssd_path=folder,
+            update="in_backward",
+            planned=True,
+        )
         try:
             done = subprocess.run(
-                command, capture_output=True, text=True, check=False, timeout=ATTEMPT_SECONDS
+                words, capture_output=True, text=True, check=False, timeout=ATTEMPT_SECONDS
             )
         except subprocess.TimeoutExpired:
             context.say(f"{size}: not within {ATTEMPT_SECONDS} s")
             return False
-    if done.returncode != 0:
-        context.say(f"{size}: {last_line(done.stderr)} (exit status {done.returncode})")
-        return False
-    report = json.loads(done.stdout.splitlines()[-1])
-    context.say(f"{size}: ok, {report['seconds'][-1]:.1f} s a step")
-    return all(math.isfinite(loss) for loss in report["losses"])
+    return completed(done, size, context.say)
 
 
 class Attempts:
@@ -142,26 +150,6 @@ class Attempts:
                 with self._path.open("a") as file:
                     print(json.dumps(line), file=file)
         return self._known[layers]
-
-
-def child_command(
-    context: Context, given: Machine, hidden: int, layers: int, folder: Path
-) -> list[str]:
-    """The command line of one attempt."""
-    numbers = {
-        "hidden": hidden,
-        "layers": layers,
-        "tokens": 64 if context.quick else TOKENS,
-        "seed": context.seed,
-        "device-bytes": given.device,
-        "host-bytes": given.host,
-        "ssd-bytes": given.ssd,
-    }
-    return [
-        *(sys.executable, "-m", "benchmarks.capacity_gpu_child"),
-        *(f"--{name}={number}" for name, number in numbers.items()),
-        *(f"--device={context.device}", f"--ssd-path={folder}"),
-    ]
 
 
 def run(context: Context) -> Iterator[Figure]:

@@ -55,11 +55,8 @@ class Context:
     seed: int
     rounds: int
     ssd_path: Path
-    device: str = "host"  # or "cuda:N"; of the benches that take either
+    device: str = "host"  # or "cuda:N"; for benches that take either
     resume: Path | None = None  # where a long search keeps what it found, for the next run
-    first: int = 0  # of a campaign: where it begins
-    count: int | None = None  # and how many tries it makes
-    minutes: float | None = None  # how long it lasts
 
     def say(self, text: str) -> None:
         """Tells a waiting person what is going on, away from the figures on stdout."""

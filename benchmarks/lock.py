@@ -1,20 +1,17 @@
 """How long the core's lock is held in steady steps: nothing that grows with bytes is done under it.
 
 A Llama whose states rest on the SSD, and whose batch is small, so that pages, checksums and updates
-never pause. Beside it the store alone, with the checksums of pages that come from a fast disk.
+never pause.
 """
 
-import json
 import statistics
-import subprocess
 import time
 from collections.abc import Iterator
 
-from .common import ROOT, BenchError, Context, Figure
+from .common import Context, Figure
 from .models import llama_166m_or_small, tokens
 from .sides import Paged, state_on_ssd
 
-STORE = ROOT / "build/release/benchmarks/store_reads"
 TOKENS = 128
 STEPS = 10
 LONGEST_TARGET_S = 50e-6
@@ -48,7 +45,6 @@ def run(context: Context) -> Iterator[Figure]:
     yield Figure("lock", "longest_of_nothing", statistics.median(nothing), "s of the holder")
     yield Figure("lock", "holds_of_a_step", statistics.median(summed), "s of the holder")
     yield Figure("lock", "wall_p99", statistics.median(wall), "s")
-    yield from _store()
 
 
 def _longest_of_nothing(count: int) -> float:
@@ -56,12 +52,3 @@ def _longest_of_nothing(count: int) -> float:
     most: interrupts are in it. No hold can be shown to be shorter."""
     spans = (time.thread_time_ns() - time.thread_time_ns() for _ in range(count))
     return -min(spans) * 1e-9
-
-
-def _store() -> Iterator[Figure]:
-    if not STORE.exists():
-        raise BenchError(f"{STORE} is not built: run ./dev bench lock")
-    lines = subprocess.run([STORE, "1"], capture_output=True, text=True, check=True).stdout
-    for line in map(json.loads, lines.splitlines()):
-        name = line["what"].replace(" ", "_")
-        yield Figure("lock", f"{name}_bytes_s", line["bytes_s"], "B/s", better="higher")

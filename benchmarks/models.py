@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -44,14 +44,11 @@ def config_of(sizes: LlamaSizes, sequence: int) -> LlamaConfig:
     )
 
 
-def step_flops(sizes: LlamaSizes, token_count: int, sequence: int) -> float:
-    """Arithmetic of forward and backward, nothing of it computed twice: for each token two
-    operations for every element of a matrix, and causal attention at half of 4 s h; three times,
-    for a backward is two forwards.
-    """
-    block = 2 * sizes.block_matrices + 2 * sequence * sizes.hidden
-    head = 2 * sizes.hidden * sizes.vocabulary
-    return 3.0 * token_count * (sizes.layers * block + head)
+def with_adapters(model: nn.Module, rank: int = 8) -> Any:
+    """LoRA beside every linear layer of the blocks; the rest is frozen."""
+    from peft import LoraConfig, get_peft_model
+
+    return get_peft_model(model, LoraConfig(r=rank, target_modules="all-linear"))
 
 
 def parameter_count(hidden: int, layers: int, vocabulary: int = VOCABULARY) -> int:

@@ -1,29 +1,34 @@
 """Predicted against measured step time, and measured step time against the lower bound, in six
 settings of budgets, tokens and activation modes; predictions also for adapters over a base in NF4,
-where values are computed from codes on their way up. Steps are measured as in training, one behind
+where values are computed from codes on their way up. Steps are measured as in training, one after
 the other; predictions are made before, from recorded and timed steps and what the machine can do
-then.
+then. Beside them plans against the best of all plans, on small random traces: the suite
+`plan_optimal` tries them all.
 """
 
+import os
+import re
 import statistics
+import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 
 import torch
 
-from .common import Context, Figure
-from .models import llama_166m_or_small, tokens
+from .common import GIB, ROOT, BenchError, Context, Figure
+from .models import llama_166m_or_small, tokens, with_adapters
 from .planned import Planned, judge, share_of_bound
-from .qlora import with_adapters
 from .sides import everything_resident, state_on_ssd
 
 MEDIAN_ERROR_MAX = 0.05
 WORST_ERROR_MAX = 0.12
 BOUND_MIN = {"compute": 0.90, "ssd": 0.85}
 ROUNDS = 3  # the machine is measured again before every one
-GIB = 1 << 30
+SUITE = ROOT / "build/release/tests/planner_suites"
+OF_OPTIMAL = re.compile(r"planner-vs-optimal .*median=([\d.]+) worst=([\d.]+)")
+RANDOM_STEPS = 400
+OF_OPTIMAL_MAX = {"median": 1.03, "worst": 1.15}
 
 
 @dataclass(frozen=True)
@@ -103,12 +108,6 @@ def measure(context: Context, setting: Setting, folder: Path) -> Outcome:
     )
 
 
-@cache
-def outcomes(context: Context) -> dict[str, Outcome]:
-    """All settings, measured once for both benches."""
-    return measured(context, SETTINGS)
-
-
 def measured(context: Context, settings: dict[str, Setting]) -> dict[str, Outcome]:
     """By name of the setting."""
     found = {}
@@ -120,13 +119,32 @@ def measured(context: Context, settings: dict[str, Setting]) -> dict[str, Outcom
 
 
 def run(context: Context) -> Iterator[Figure]:
-    """Yields the error of every prediction, the median and the worst."""
+    """Yields the error of every prediction, the median and the worst, shares of the bound, and
+    plans over the best ones."""
     errors = []
-    for name, outcome in (outcomes(context) | measured(context, QUANTISED)).items():
+    for name, outcome in measured(context, SETTINGS | QUANTISED).items():
         error = abs(outcome.predicted / outcome.measured - 1)
         errors.append(error)
         yield Figure("plan-error", f"{name}_predicted", outcome.predicted, "s")
         yield Figure("plan-error", f"{name}_measured", outcome.measured, "s")
         yield Figure("plan-error", f"{name}_error", error, "share")
+        if name in SETTINGS:
+            least, what = BOUND_MIN[outcome.what], f"{name}_of_{outcome.what}"
+            yield Figure("plan-error", what, outcome.share, "share", least, 1.0, "higher")
     yield Figure("plan-error", "median", statistics.median(errors), "share", MEDIAN_ERROR_MAX)
     yield Figure("plan-error", "worst", max(errors), "share", WORST_ERROR_MAX)
+    yield from of_optimal(context)
+
+
+def of_optimal(context: Context) -> Iterator[Figure]:
+    """Plans over the best of all plans, as the suite finds it."""
+    if not SUITE.exists():
+        raise BenchError(f"{SUITE} is not built")
+    seeds = {"STRATA_SEEDS": str(60 if context.quick else RANDOM_STEPS)}
+    command = [str(SUITE), "plan_optimal"]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **seeds})
+    found = OF_OPTIMAL.search(done.stdout)
+    if found is None:
+        raise BenchError(f"the suite said nothing: {done.stdout[-500:]}{done.stderr[-500:]}")
+    for (name, most), value in zip(OF_OPTIMAL_MAX.items(), found.groups(), strict=True):
+        yield Figure("plan-error", f"{name}_over_optimal", float(value), "ratio", most, 1.0)

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from .common import BenchError
-from .sides import Paged, Plain, session_of
+from .sides import Paged, Plain
 
 STEPS_MAX = 10_000  # of a window
 UNDER_WAY = 4  # steps: one is recorded, two are timed, one fills what the plan has just moved
@@ -46,10 +46,6 @@ class Planned(Paged):
         """The most memory that PyTorch takes in a step, in bytes, beside our pages."""
         return pytorch_peak(self)
 
-    def device_peak(self) -> int:
-        """That, and the frames of parameters."""
-        return self.activation_peak() + int(self.planning.plan.param_device_bytes)
-
 
 def judge(side: Planned, quick: bool = False) -> Any:
     """The report of a side under its plan, behind a whole window of steps; `quick`: some steps."""
@@ -83,9 +79,3 @@ def pytorch_peak(side: Plain | Paged) -> int:
     curve.stop()
     side.synchronize()
     return curve.peak(0.0, float("inf"))
-
-
-def uploaded_bytes(side: Paged) -> int:
-    """Bytes of parameters that crossed to the device so far."""
-    stats = session_of(side.model).stats()
-    return int(stats["host to device bytes"]) - int(stats["activation_fetched_bytes"])

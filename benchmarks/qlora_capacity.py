@@ -3,16 +3,15 @@ with gradient checkpointing. Each attempt is a process of its own inside the lim
 width, so that what grows is the number.
 """
 
-import json
+import importlib.util
 import math
-import sys
 from collections.abc import Iterator
 
-from .capacity import LIMIT_BYTES, SSD_BYTES, check_room, last_line
+from .attempt import command, completed, dtype_name
+from .capacity import LIMIT_BYTES, SSD_BYTES, check_room
 from .common import MIB, Context, Figure
 from .limit import Runner, limited_runner
 from .models import parameter_count
-from .qlora import dtype_name
 
 TOKENS = 32
 STEPS = 3
@@ -37,28 +36,13 @@ def shape_for(billions: float) -> tuple[int, int]:
 def attempt(side: str, shape: tuple[int, int], context: Context, run: Runner) -> bool:
     """Whether the steps of a model of this shape complete with finite losses."""
     hidden, layers = shape
-    count = parameter_count(hidden, layers)
-    numbers = {"hidden": hidden, "layers": layers, "tokens": TOKENS, "steps": STEPS}
-    numbers |= {"seed": context.seed, "device-bytes": DEVICE_BYTES, "host-bytes": HOST_BYTES}
+    numbers = {"hidden": hidden, "layers": layers, "tokens": TOKENS, "seed": context.seed}
     with context.scratch() as folder:
-        done = run(
-            [
-                *(sys.executable, "-m", "benchmarks.qlora", side, "--limited"),
-                *(f"--{name}={number}" for name, number in numbers.items()),
-                *(f"--ssd-bytes={SSD_BYTES}", f"--ssd-path={folder}"),
-            ],
-            LIMIT_BYTES,
-        )
-    if done.returncode != 0:
-        reason = "killed by the limit" if done.returncode == -9 else last_line(done.stderr)
-        context.say(f"{side}: {count / 1e9:.2f} B ({layers} blocks): {reason}")
-        return False
-    report = json.loads(done.stdout.splitlines()[-1])
-    context.say(
-        f"{side}: {count / 1e9:.2f} B ({layers} blocks): ok, {report['setup']:.0f} s to begin, "
-        f"{report['seconds'][-1]:.1f} s a step"
-    )
-    return all(math.isfinite(loss) for loss in report["losses"])
+        budgets = {"device_bytes": DEVICE_BYTES, "host_bytes": HOST_BYTES, "ssd_bytes": SSD_BYTES}
+        more = {"steps": STEPS, "ssd_path": folder, "adapters": True, "checkpointing": True}
+        done = run(command(side, **numbers, **budgets, **more), LIMIT_BYTES)
+    what = f"{side}: {parameter_count(hidden, layers) / 1e9:.2f} B ({layers} blocks)"
+    return completed(done, what, context.say)
 
 
 def largest(side: str, context: Context, run: Runner) -> int:
@@ -77,19 +61,11 @@ def run(context: Context) -> Iterator[Figure]:
     limited = limited_runner()
     check_room(context)
     for side in ("bitsandbytes", "strata"):
-        if side == "bitsandbytes" and not _has_bitsandbytes():
+        if side == "bitsandbytes" and importlib.util.find_spec(side) is None:
             context.say("bitsandbytes is not installed: its side is left out")
             continue
         best = largest(side, context, limited)
         bound = (SSD_BYTES + LIMIT_BYTES) / BYTES_PER_PARAMETER if side == "strata" else None
         target = TARGET if side == "strata" else None
-        name = f"{side.replace('-', '_')}_parameters"
+        name = f"{side}_parameters"
         yield Figure("qlora-capacity", name, best, "parameters", target, bound, "higher")
-
-
-def _has_bitsandbytes() -> bool:
-    try:
-        import bitsandbytes  # noqa: F401
-    except ImportError:
-        return False
-    return True

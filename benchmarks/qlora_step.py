@@ -2,47 +2,37 @@
 bitsandbytes and PEFT with the base in memory. The sides take turns, each in a process of its own.
 """
 
-import json
 import statistics
 import subprocess
-import sys
 from collections.abc import Iterator
 
+from .attempt import command, report
 from .common import GIB, MIB, BenchError, Context, Figure
 from .models import parameter_count
 
 HIDDEN, LAYERS, TOKENS = 2048, 20, 512  # 1.0 B
 STEPS, WARM_STEPS = 7, 4  # strata records, times, plans and moves pages in the first ones
 QUICK_LAYERS = 2
-SIDES = {
-    "bitsandbytes": (),
-    "resident": (f"--device-bytes={4 * GIB}", f"--host-bytes={4 * GIB}"),
-    "streamed": (f"--device-bytes={512 * MIB}", f"--host-bytes={192 * MIB}"),
+SIDES: dict[str, dict[str, int]] = {
+    "bitsandbytes": {},
+    "resident": {"device_bytes": 4 * GIB, "host_bytes": 4 * GIB},
+    "streamed": {"device_bytes": 512 * MIB, "host_bytes": 192 * MIB, "ssd_bytes": 4 * GIB},
 }
 TARGETS = {"resident": 1.0, "streamed": 1.15}
 
 
 def measure(side: str, layers: int, context: Context) -> float:
-    """Seconds of a step: the median of those behind the first ones, which plan and warm up."""
+    """Seconds of a step: the median of those after the first ones, which plan and warm up."""
     numbers = {"hidden": HIDDEN, "layers": layers, "tokens": TOKENS, "steps": STEPS}
+    numbers |= {"seed": context.seed, **SIDES[side]}
     program = side if side == "bitsandbytes" else "strata"
     with context.scratch() as folder:
-        on_ssd = (f"--ssd-path={folder}", f"--ssd-bytes={4 * GIB}") if side == "streamed" else ()
-        done = subprocess.run(
-            [
-                *(sys.executable, "-m", "benchmarks.qlora", program, f"--seed={context.seed}"),
-                *(f"--{name}={number}" for name, number in numbers.items()),
-                *SIDES[side],
-                *on_ssd,
-            ],
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        more: dict[str, object] = {"ssd_path": folder} if side == "streamed" else {}
+        words = command(program, adapters=True, planned=True, **numbers, **more)
+        done = subprocess.run(words, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise BenchError(f"{side} failed: {done.stderr.strip()[-500:]}")
-    seconds: list[float] = json.loads(done.stdout.splitlines()[-1])["seconds"]
-    return statistics.median(seconds[WARM_STEPS:])
+    return statistics.median(report(done)["seconds"][WARM_STEPS:])
 
 
 def run(context: Context) -> Iterator[Figure]:

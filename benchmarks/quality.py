@@ -1,6 +1,6 @@
 """What updates that lag, and states that are stored with fewer bits, do to what a model learns:
-loss curves and final held-out loss of every mode, from the same weights and text. A round is a
-seed, in which all modes take turns. Curves and picture are renewed behind every seed.
+the final held-out loss of every mode, from the same weights and text. A round is a seed, in which
+all modes take turns.
 
 The text is the source of Python's standard library. Seeds differ in weights and in the order of the
 text. The held-out loss is taken once, at the end. An excess is the mean over seeds of held-out loss
@@ -8,42 +8,20 @@ less that of on_step; the spread is the largest less the smallest of on_step. Wi
 one worker and the state on the SSD updates take about as long as computation: LockFree does lag.
 """
 
-import json
 import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
-from pathlib import Path
 
 import torch
 
-from .common import ROOT, Context, Figure, commit, machine
-from .models import parameter_count
+from .common import Context, Figure
 from .modes import Mode, lock_free
-from .quality_plot import draw, share
-from .quality_run import FULL, QUICK, Outcome, Shape, prepare, train
+from .quality_run import FULL, QUICK, Outcome, prepare, train
 
 REFERENCE = Mode("on_step")
 IN_BACKWARD = Mode("in_backward", "in_backward")
 LOCK_FREE = (lock_free(1), lock_free(2), lock_free(4))
 LOSSY = (Mode("bfloat16_state", state_dtype=torch.bfloat16), Mode("8bit_state", state_dtype="8bit"))
 MODES = (REFERENCE, IN_BACKWARD, *LOCK_FREE, *LOSSY)
-RESULTS = ROOT / "benchmarks" / "results"
-CURVES_NAME = "quality-curves.json"
-PICTURE_NAME = "quality.png"
-
-
-def keep(outcomes: Sequence[Outcome], shape: Shape, folder: Path) -> None:
-    """Writes the curves and their picture."""
-    runs = []
-    for outcome in outcomes:
-        losses = [round(loss, 4) for loss in outcome.losses]
-        runs.append({**asdict(outcome), "losses": losses})
-    content = {"machine": machine(), "commit": commit(), "shape": asdict(shape), "runs": runs}
-    (folder / CURVES_NAME).write_text(json.dumps(content) + "\n")
-    millions = parameter_count(shape.hidden, shape.layers, shape.vocabulary) / 1e6
-    seeds = len({outcome.seed for outcome in outcomes})
-    title = f"Llama of {millions:.1f} M parameters, {shape.steps} steps, {seeds} seed(s)"
-    draw(outcomes, folder / PICTURE_NAME, title)
 
 
 def figures(outcomes: Sequence[Outcome]) -> Iterator[Figure]:
@@ -67,8 +45,10 @@ def figures(outcomes: Sequence[Outcome]) -> Iterator[Figure]:
         target = spread if mode == LOCK_FREE[0] else None
         yield Figure("quality", f"{mode.name}_excess", excess, "nats", target)
     for mode in LOCK_FREE:
+        histograms = [outcome.staleness for outcome in by_mode[mode.name]]
+        forwards = max(1, sum(map(sum, histograms)))
         for age in range(mode.staleness + 1):
-            percent = share(outcomes, mode.name, age)
+            percent = 100 * sum(h[age] for h in histograms if age < len(h)) / forwards
             yield Figure("quality", f"{mode.name}_forwards_{age}_steps_behind", percent, "%")
     seconds = statistics.fmean(outcome.seconds for outcome in outcomes)
     yield Figure("quality", "seconds_of_a_run", seconds, "s")
@@ -89,5 +69,4 @@ def run(context: Context) -> Iterator[Figure]:
                     f"seed {seed}, {mode.name}: {outcome.losses[-1]:.4f}, held out "
                     f"{outcome.held_out:.4f}, {outcome.seconds:.0f} s, lag {outcome.staleness}"
                 )
-            keep(outcomes, shape, folder if context.quick else RESULTS)
     yield from figures(outcomes)

@@ -1,7 +1,5 @@
 """The sides of a comparison: the same training loop over plain PyTorch and over strata."""
 
-import hashlib
-import struct
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -129,19 +127,6 @@ def session_of(model: nn.Module) -> Any:
     from strata._runtime.wrapped import wrapped
 
     return wrapped(model).session
-
-
-def digest_of_state(model: nn.Module) -> bytes:
-    """16 bytes, of the weights, moments and steps of a wrapped model, whoever owns them."""
-    from strata._runtime.wrapped import wrapped
-
-    state = wrapped(model)
-    digest = hashlib.blake2b(digest_size=16)
-    for i in range(len(state.params)):
-        digest.update(struct.pack("q", state.session.param_step(i)))
-        for kind in ("master", "moment1", "moment2"):
-            digest.update(state.read(i, kind).numpy().tobytes())
-    return digest.digest()
 
 
 def steady_step(side: Side) -> float:

@@ -27,8 +27,8 @@ from .device import (
     torch_device,
 )
 from .host_room import grow
-from .models import config_of, step_flops, tokens
-from .paper import LlamaSizes
+from .models import config_of, tokens
+from .paper import LLAMA_8B, LlamaSizes, model_flops
 from .planned import Planned, judge, share_of_bound
 from .sync_trace import synchronisations
 
@@ -58,7 +58,6 @@ class Setting:
         return batch.to(torch_device(context.device))
 
 
-LLAMA_8B = LlamaSizes("8B", 32, 4096, 14336, 32, 8, 128_256)
 QUICK = Setting(
     LlamaSizes("tiny", 2, 128, 336, 2, 1, 512), (1, 2), 64, 512 * MIB, 256 * MIB, products=(256,)
 )
@@ -174,7 +173,7 @@ def figures(
 ) -> Iterator[Figure]:
     """What a step of so many tokens, in so many seconds, says."""
     bench = "step-gpu"
-    used = 100 * step_flops(setting.sizes, count, setting.sequence) / seconds / peak
+    used = 100 * model_flops(setting.sizes, count, setting.sequence) / seconds / peak
     yield Figure(bench, f"seconds_{count}", seconds, "s", bound=bound)
     yield Figure(bench, f"tokens_{count}", count / seconds, "tokens/s", better="higher")
     yield Figure(bench, f"matrix_products_{count}", peak / 1e12, "TFLOP/s", better="higher")

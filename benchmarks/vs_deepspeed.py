@@ -1,7 +1,6 @@
-"""A training step against DeepSpeed's ZeRO-3 with CPU offload and with NVMe offload, and against
-FSDP2 in host memory: the same Llama, weights and tokens, in bfloat16, nothing recomputed, the state
-on the same tier, as many threads. Every side is a process, so that its memory can be compared; they
-take turns.
+"""A training step against DeepSpeed's ZeRO-3 with CPU offload and with NVMe offload: the same
+Llama, weights and tokens, in bfloat16, nothing recomputed, the state on the same tier, as many
+threads. Every side is a process, so that its memory can be compared; they take turns.
 """
 
 import math
@@ -17,10 +16,7 @@ from .models import llama_166m_or_small
 from .peers import environment
 from .peers.child import Child
 
-# Both are exact.
-UPDATES = ("on_step",)
-# By the tier of the state; the first is what the targets are over.
-PEERS = {"host": ("deepspeed", "fsdp2"), "ssd": ("deepspeed",)}
+PEER, OURS = "deepspeed", "on_step"  # both are exact
 WARM_UP_STEPS = 2
 # What the losses of two sides may differ by, relatively: they round at different places.
 LOSS_MARGIN = 0.01
@@ -34,10 +30,9 @@ MEMORY_TARGET = 1 / 3
 
 
 class Setting:
-    """One tier and batch: the peers, and strata in each exact mode, as children."""
+    """One tier and batch, with both sides as children."""
 
     def __init__(self, context: Context, folder: Path, tier: str, tokens: int) -> None:
-        self.peers = PEERS[tier]
         self._threads = len(os.sched_getaffinity(0))
         self._folder = folder
         self._arguments = [
@@ -53,8 +48,8 @@ class Setting:
         """Starts a side: a peer, or an update mode of strata."""
         files = self._folder / name
         files.mkdir(exist_ok=True)
-        python = str(environment.PYTHON if name == "deepspeed" else sys.executable)
-        side = [name] if name in self.peers else ["strata", f"--update={name}"]
+        python = str(environment.PYTHON if name == PEER else sys.executable)
+        side = [name] if name == PEER else ["strata", f"--update={name}"]
         command = [python, "-m", "benchmarks.peers.training", *side, *self._arguments]
         return Child([*command, f"--folder={files}"], environment.variables(self._threads))
 
@@ -85,11 +80,11 @@ def measure(
     """(seconds of every turn, peak bytes) by side."""
     with ExitStack() as stack:
         children: dict[str, Child] = {}
-        for name in (*setting.peers, *UPDATES):
+        for name in (PEER, OURS):
             children[name] = stack.enter_context(closing(setting.open(name)))
             losses = [float(children[name].ask("warm")["loss"]) for _ in range(WARM_UP_STEPS)]
             context.say(f"{name}: first losses {', '.join(f'{loss:.3f}' for loss in losses)}")
-            if name == "deepspeed":
+            if name == PEER:
                 expected = losses
             elif not all(map(close, losses, expected)):
                 raise BenchError(f"{name} does not train what DeepSpeed trains")
@@ -117,12 +112,8 @@ def figures(
     for name, seconds in taken.items():
         yield Figure(bench, f"{name}_{where}_seconds", statistics.median(seconds), "s")
         yield Figure(bench, f"{name}_{where}_peak", peaks[name] / 1e6, "MB")
-    for name in UPDATES:
-        speed = median_ratio(taken["deepspeed"], taken[name])
-        yield Figure(bench, f"{name}_{where}_speed", speed, "ratio", target, better="higher")
-        memory = peaks[name] / peaks["deepspeed"]
-        memory_target = None if target is None else MEMORY_TARGET
-        yield Figure(bench, f"{name}_{where}_memory", memory, "ratio", memory_target)
-        if "fsdp2" in taken:
-            speed = median_ratio(taken["fsdp2"], taken[name])
-            yield Figure(bench, f"{name}_{where}_speed_over_fsdp2", speed, "ratio", better="higher")
+    speed = median_ratio(taken[PEER], taken[OURS])
+    yield Figure(bench, f"{OURS}_{where}_speed", speed, "ratio", target, better="higher")
+    memory_target = None if target is None else MEMORY_TARGET
+    memory = peaks[OURS] / peaks[PEER]
+    yield Figure(bench, f"{OURS}_{where}_memory", memory, "ratio", memory_target)

@@ -1,16 +1,25 @@
-"""What a wrapped module costs when its parameters are on the device already."""
+"""What a wrapped module costs when its parameters are on the device already; and what it costs to
+clip gradients by their norm, which rest on the SSD, where reading them would be slowest:
+`clip_grad_norm_` reads sums that were taken while they landed, and moves no page.
+"""
 
 import statistics
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils import clip_grad_norm_
 
 from .common import MIB, Context, Figure, seconds_of
-from .sides import session_of
+from .models import llama_166m_or_small, tokens
+from .sides import Paged, session_of, state_on_ssd
 
 TARGET_MICROSECONDS = 50.0
+CLIPPING_TARGET_S = 5e-3
+TOKENS = 128
+LINKS = ("ssd to host", "host to ssd", "host to device", "device to host")
 
 
 class Idle(nn.Module):
@@ -78,3 +87,34 @@ def run(context: Context) -> Iterator[Figure]:
     yield Figure("wrap", "enter_leave", core, "µs", TARGET_MICROSECONDS)
     units = len(bare.layers)
     yield Figure("wrap", "module_call", (wrapped - plain) / units, "µs", TARGET_MICROSECONDS)
+    yield from _clipping(context)
+
+
+def _clipping(context: Context) -> Iterator[Figure]:
+    """Seconds of clip_grad_norm_ and of zero_grad(), and bytes that clipping moved."""
+    model = llama_166m_or_small(context.quick, context.seed)
+    budgets = state_on_ssd(sum(p.numel() for p in model.parameters()))
+    clipping, zeroing, moved = [], [], 0
+    with context.scratch() as folder:
+        side = Paged(model, tokens(TOKENS, context.seed), budgets, folder)
+
+        def crossed() -> int:
+            stats = side.session.stats()
+            return sum(int(stats[f"{link} bytes"]) for link in LINKS)
+
+        try:
+            for _ in range(max(2, context.rounds)):
+                side.model(input_ids=side.batch, labels=side.batch).loss.backward()
+                side.session.synchronize()
+                before = crossed()
+                # Each gradient is scaled.
+                clip = partial(clip_grad_norm_, side.model.parameters(), 1e-3)
+                clipping.append(seconds_of(clip))
+                moved += crossed() - before
+                side.optimizer.step()
+                zeroing.append(seconds_of(side.model.zero_grad))
+        finally:
+            side.close()
+    yield Figure("wrap", "clip_grad_norm", statistics.median(clipping), "s", CLIPPING_TARGET_S)
+    yield Figure("wrap", "clipping_moved", moved, "B", 0)
+    yield Figure("wrap", "model_zero_grad", statistics.median(zeroing), "s")

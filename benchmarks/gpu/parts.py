@@ -10,22 +10,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-BENCHES = (
-    "copy",
-    "map",
-    "update-gpu",
-    "vs-torch",
-    "step-gpu",
-    "capacity-gpu",
-)  # the longest one last
-FIRST_BENCHES = BENCHES[:3]  # before the tests: they say most in the least time
+# Minutes of each bench on the GPU that it was made for, and those after which it is ended anywhere;
+# the longest one last.
+MINUTES = {"copy": 3, "update-gpu": 3, "vs-torch": 8, "step-gpu": 8, "capacity-gpu": 6}
+LIMITS = {"copy": 10, "update-gpu": 10, "vs-torch": 60, "step-gpu": 90, "capacity-gpu": 300}
+FIRST_BENCHES = ("copy", "update-gpu")  # before the tests: they say most in the least time
 # Steps of models that are large for a host, which shows only that they run.
-NEEDS_GPU = ("map", "vs-torch", "step-gpu", "capacity-gpu")
-PROGRAMS = ("benchmarks/device_copy", "benchmarks/device_update")
-# Minutes of each on the GPU that it was made for; and those after which it is ended anywhere.
-MINUTES = {"copy": 3, "map": 3, "update-gpu": 3, "vs-torch": 8, "step-gpu": 8, "capacity-gpu": 6}
-LIMITS = {"copy": 10, "map": 10, "update-gpu": 10, "vs-torch": 60, "step-gpu": 90}
-LIMITS["capacity-gpu"] = 300
+NEEDS_GPU = ("vs-torch", "step-gpu", "capacity-gpu")
+PROGRAM = "benchmarks/device_update"
 QUICK_MINUTES = 3
 PYTHON_PARTS = 6  # of the Python suites on a host: each takes less than MINUTES_OF_TESTS
 MINUTES_OF_TESTS = 4
@@ -67,21 +59,21 @@ class Wishes:
 
 def all_parts(root: Path, wishes: Wishes, results: Path) -> list[Part]:
     """Everything, in the order in which it is run."""
-    measured = {name: bench_part(name, wishes, results) for name in BENCHES}
+    measured = {name: bench_part(name, wishes, results) for name in MINUTES}
     first = [measured.pop(name) for name in FIRST_BENCHES]
     tests = [*cpp_parts(wishes), *python_parts(root, wishes)] if wishes.tests else []
     return [build_part(root, wishes), *first, *tests, *measured.values()]
 
 
 def build_part(root: Path, wishes: Wishes) -> Part:
-    """Up to a strata that can be imported and the programs of benches."""
+    """Up to a strata that can be imported and the program of a bench."""
     look = "import strata._core, torch"
     if wishes.device != HOST:
         look += "\nfrom strata._config.device import why_not"
         look += "\nif why := why_not('cuda:0'): raise SystemExit(why)"
     steps = [
         *configure_steps(root, wishes),
-        ["ninja", "-C", BUILD, "module", *PROGRAMS],
+        ["ninja", "-C", BUILD, "module", PROGRAM],
         link_step(),
         [wishes.python, "-c", look],
     ]

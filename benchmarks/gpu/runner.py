@@ -9,7 +9,7 @@ A machine without network that lacks headers and packages gets them from a bundl
 are cut off, the next one goes on where the last one stopped:
 
     benchmarks/gpu/run --bundle .bundle  # on a machine with network, without a GPU
-    benchmarks/gpu/run --from .bundle --only build,copy,map --minutes 9 --out out
+    benchmarks/gpu/run --from .bundle --only build,copy --minutes 9 --out out
 
 Exit status: 0 where every part went well, 1 where one did not, 2 where something is missing, 3
 where there was no time for all: the same command again goes on.

@@ -29,18 +29,6 @@ def open_deepspeed(options: argparse.Namespace) -> Steps:
     return side.step, side.timed_step
 
 
-def open_fsdp2(options: argparse.Namespace) -> Steps:
-    """One rank, everything in host memory."""
-    from transformers import LlamaForCausalLM
-
-    from ..models import tokens
-    from .sharded import Sharded
-
-    model = LlamaForCausalLM.from_pretrained(options.weights, dtype=torch.float32).train()
-    side = Sharded(model, tokens(options.tokens, options.seed), **ADAMW)
-    return side.step, side.timed_step
-
-
 def open_strata(options: argparse.Namespace) -> Steps:
     """Its state in host memory, or on the SSD."""
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -63,7 +51,7 @@ def open_strata(options: argparse.Namespace) -> Steps:
     return side.step, lambda: steady_step(side)
 
 
-OPEN = {"strata": open_strata, "deepspeed": open_deepspeed, "fsdp2": open_fsdp2}
+OPEN = {"strata": open_strata, "deepspeed": open_deepspeed}
 
 
 def main() -> None:

@@ -19,9 +19,9 @@ import strata
 import strata._api
 import strata._config.device
 import strata._core
-import strata._profiling.calibrate
 import torch
 from finetune_runs import place  # noqa: F401 (a fixture)
+from quick_costs import quick_costs  # noqa: F401 (a fixture)
 from rank_server import Ranks
 
 # A shell may start what is in the background with Ctrl-C ignored, and tests send it.
@@ -123,26 +123,6 @@ def core(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Mod
     for name in ("strata._api", "strata._opening", "strata._config.device"):
         monkeypatch.setattr(sys.modules[name], "_core", module)
     return module
-
-
-@pytest.fixture(autouse=True)
-def quick_costs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine that need not be measured, but for the tests of measuring."""
-    if request.module.__name__ == "test_calibrate":
-        return
-    lanes = ("compute", "upload", "download", "read", "write", "update")
-    costs = strata._core.Costs(
-        compute_scale=1.0,
-        upload_bytes_s=8e9,
-        download_bytes_s=8e9,
-        read_bytes_s=2e9,
-        write_bytes_s=1.5e9,
-        update_elements_s=1e9,
-        transfer_seconds=1e-5,
-        slice_seconds=1e-5,
-        slow={a: {b: 0.8 for b in lanes if b != a} for a in lanes},
-    )
-    monkeypatch.setattr(strata._profiling.calibrate, "costs", lambda *args, **more: costs)
 
 
 @pytest.fixture(scope="session")

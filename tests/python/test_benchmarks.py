@@ -10,18 +10,16 @@ import torch
 from rich.console import Console
 
 from benchmarks import __main__ as command
-from benchmarks import capacity, common, models, planned, quality, quality_run, replay, tiled
+from benchmarks import adam, capacity, common, models, planned, quality, quality_run
 from benchmarks.common import Figure
 from benchmarks.modes import Mode, lock_free
-from benchmarks.staleness import Staleness
 
 
 def test_list_names_every_bench(capsys):
     assert command.main(["list"]) == 0
     names = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
     assert names == list(command.BENCHES)
-    assert {"equal", "step", "capacity", "plan-error", "device-floor", "replay"} <= set(names)
-    assert {"hide", "ssd-bound", "quality"} <= set(names)
+    assert {"step", "hide", "capacity", "plan-error", "ranks", "vs-torch"} <= set(names)
 
 
 @pytest.mark.parametrize("name", command.BENCHES)
@@ -132,15 +130,6 @@ def test_shapes_have_about_the_parameters_asked_for(parameters):
     )
 
 
-def test_replay_computes_the_same_steps_every_time():
-    context = common.Context(quick=True, seed=0, rounds=1, ssd_path=Path("."))
-    figures = list(replay.run(context))
-    assert figures == list(replay.run(context))
-    for step, percent in zip(figures[::2], figures[1::2], strict=True):
-        assert percent.value == pytest.approx(100 * step.bound / step.value)
-        assert percent.value <= 100 + 1e-6
-
-
 def test_a_bound_that_steps_pass_ends_the_bench():
     def report(percent):
         return SimpleNamespace(percent_of_bound=percent)
@@ -150,39 +139,6 @@ def test_a_bound_that_steps_pass_ends_the_bench():
     for percent in (100.5, 0.0):
         with pytest.raises(common.BenchError, match="a bound that none can pass"):
             planned.share_of_bound(report(percent))
-
-
-def counters(ages, waits, merged=0):
-    """What a session says of one unit."""
-    return {"staleness": [ages], "update waits": [waits], "merged gradients": [merged]}
-
-
-def test_a_wait_is_early_where_parameters_could_not_have_been_too_old():
-    watch = Staleness(bound=2)
-    watch.start(counters([5, 0, 0], waits=3))
-    watch.note(counters([5, 0, 1], waits=4))  # nothing is known of the forward before
-    watch.note(counters([5, 1, 1], waits=5))  # was 2 steps old: would have been 3 without waiting
-    assert (watch.waits, watch.early_waits) == (2, 0)
-    watch.note(counters([6, 1, 1], waits=6))  # was 1 step old: 2 are allowed
-    assert (watch.waits, watch.early_waits) == (3, 1)
-    assert watch.histogram() == [1, 1, 1]
-    assert watch.mean == 1.0
-
-
-def test_waits_are_never_early_where_no_lag_is_allowed():
-    watch = Staleness(bound=0)
-    watch.start(counters([1], waits=0))
-    for step in range(1, 4):
-        watch.note(counters([1 + step], waits=step, merged=2 * step))
-    assert (watch.forwards, watch.waits, watch.early_waits, watch.merged) == (3, 3, 0, 6)
-
-
-def test_tiles_and_chunks_are_measured_beside_plain_pytorch(tmp_path):
-    context = common.Context(quick=True, seed=0, rounds=1, ssd_path=tmp_path)
-    figures = {f.metric: f for f in tiled.run(context)}
-    assert figures["plain_peak_bytes"].value > 2 * figures["plain_peak_bytes"].bound
-    assert figures["tiled_peak_bytes"].value < figures["plain_peak_bytes"].value
-    assert figures["chunked_seconds"].value > 0
 
 
 def outcome(mode, seed, held_out, staleness=(), digest=""):
@@ -218,19 +174,6 @@ def test_quality_sees_a_single_bit_of_difference():
     assert figures["lock_free_1_excess"].target is None  # one seed has no spread
 
 
-def test_quality_keeps_curves_and_a_picture(tmp_path):
-    runs = [
-        outcome(mode.name, seed, 4.0, [3, 1] if mode.staleness else ())
-        for seed in range(2)
-        for mode in quality.MODES
-    ]
-    quality.keep(runs, quality_run.QUICK, tmp_path)
-    kept = json.loads((tmp_path / quality.CURVES_NAME).read_text())
-    assert [(run["mode"], run["seed"]) for run in kept["runs"]] == [(r.mode, r.seed) for r in runs]
-    assert kept["runs"][2]["staleness"] == [3, 1]
-    assert (tmp_path / quality.PICTURE_NAME).read_bytes().startswith(b"\x89PNG")
-
-
 def test_the_learning_rate_rises_and_falls_to_nothing():
     rates = [quality_run.rate(step, 400) for step in range(400)]
     assert max(rates) == 1.0
@@ -253,3 +196,12 @@ def test_a_quality_run_takes_three_seeds_unless_told_otherwise():
     assert command.context_of("step", options).rounds == 5
     assert command.context_of("quality", command.parse(["quality", "--rounds", "1"])).rounds == 1
     assert command.context_of("quality", command.parse(["quality", "--quick"])).rounds == 1
+
+
+def test_kernels_are_held_against_peers_and_the_loop():
+    taken = {"strata": [0.1, 0.2], "loop": [0.1, 0.1], "deepspeed": [0.2, 0.4], "torch": [0.3, 0.3]}
+    figures = {f.metric: f for f in adam.figures(taken, 10**8)}
+    assert figures["strata_time"].value == pytest.approx(1.5)
+    assert figures["speed_over_deepspeed"].value == 2.0
+    assert figures["speed_over_deepspeed"].reached
+    assert figures["of_loop"].value == 75.0

@@ -16,7 +16,6 @@ from benchmarks import (
     capacity_gpu,
     common,
     device,
-    device_program,
     host_room,
     models,
     step_gpu,
@@ -25,7 +24,6 @@ from benchmarks import (
     vs_torch_child,
 )
 from benchmarks import copy as copy_bench
-from benchmarks import map as map_bench
 from benchmarks.common import GIB, ROOT
 
 
@@ -36,29 +34,21 @@ def context(tmp_path):
 
 @pytest.fixture
 def program():
-    for path in (device_program.COPY, device_program.UPDATE):
-        if not path.exists():
-            pytest.skip(f"{path} is not built")
+    if not update_gpu.PROGRAM.exists():
+        pytest.skip(f"{update_gpu.PROGRAM} is not built")
 
 
 def by_metric(figures):
     return {figure.metric: figure for figure in figures}
 
 
-def test_pages_are_held_against_one_copy(context, program):
+def test_pages_are_held_against_one_copy(context):
     figures = by_metric(copy_bench.run(context))
     for way in ("in", "out", "both"):
         bandwidth = figures[f"{way}_bandwidth"]
         assert 0 < bandwidth.value < 1000
         assert 0 < bandwidth.bound < 1000
         assert figures[f"{way}_of_one_copy"].target is None  # the host has none to reach
-
-
-def test_steady_steps_map_nothing(context, program):
-    figures = by_metric(map_bench.run(context))
-    assert figures["page_map_and_unmap"].value > 0
-    assert figures["mappings_in_steady_steps"].value == 0
-    assert figures["mappings_in_steady_steps"].target == 0
 
 
 def test_the_update_is_held_against_a_copy(context, program):
@@ -70,7 +60,7 @@ def test_the_update_is_held_against_a_copy(context, program):
 
 def test_a_program_that_refuses_is_quoted(context, program):
     with pytest.raises(common.BenchError, match="usage: device_update"):
-        device_program.run(device_program.UPDATE, context, {"params": 5})
+        update_gpu.update_bandwidth(context, 5)
 
 
 def test_a_step_is_held_against_matrix_products_and_the_bound(context):
@@ -303,6 +293,6 @@ def test_all_are_those_that_the_device_is_made_for(tmp_path):
         return list(command.chosen(command.parse(["all", "--ssd-path", str(tmp_path), *arguments])))
 
     assert not set(command.NEEDS_GPU) & set(chosen())
-    assert {"step", "copy", "map"} <= set(chosen())
+    assert {"step", "copy", "update-gpu"} <= set(chosen())
     assert chosen("--quick") == list(command.BENCHES)
     assert chosen("--device", "cuda") == list(command.OF_DEVICE)

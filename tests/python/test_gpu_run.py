@@ -128,11 +128,11 @@ def test_results_say_which_variables_figures_depend_on(monkeypatch, asked):
 
 
 def test_every_bench_of_a_device_is_run():
-    assert set(OF_DEVICE) == set(parts.BENCHES) == set(parts.LIMITS) == set(parts.MINUTES)
+    assert set(OF_DEVICE) == set(parts.LIMITS) == set(parts.MINUTES)
     plan = parts.all_parts(runner.ROOT, wishes(), Path("/results"))
     names = [part.name for part in plan]
     assert len(names) == len(set(names))
-    assert [name for name in names if name in OF_DEVICE] == list(parts.BENCHES)
+    assert [name for name in names if name in OF_DEVICE] == list(parts.MINUTES)
     for part in plan:
         assert set(part.needs) <= set(names[: names.index(part.name)])
     assert not [part for part in plan if part.group == "bench" and "--quick" in part.steps[0]]
@@ -161,7 +161,7 @@ def test_a_build_folder_is_made_anew_unless_it_is_complete_and_for_the_same(tmp_
 
 def test_parts_are_chosen_by_name_and_group_and_bring_what_they_need():
     plan = parts.all_parts(runner.ROOT, wishes(), Path("/results"))
-    assert [p.name for p in parts.choose(plan, "copy, map")] == ["build", "copy", "map"]
+    assert [p.name for p in parts.choose(plan, "copy, vs-torch")] == ["build", "copy", "vs-torch"]
     chosen = [p.name for p in parts.choose(plan, "cpp")]
     assert chosen == ["build", "build-tests", "cpp-device", "cpp-host"]
     assert "python-golden" in [p.name for p in parts.choose(plan, "python")]

@@ -16,13 +16,12 @@ import pytest
 import strata
 import torch
 from interrupts import Expired, Interrupt
+from random_training import Setting, Training
 from strata._runtime.wrapped import wrapped
 from strata._storage.checkpoint_files import find
 from strata._storage.snapshot_files import LINKS
 from strata._storage.snapshot_series import snapshots_of
 from test_interrupts import chosen
-
-from benchmarks.crash_child import Setting, Training
 
 KINDS = (KeyboardInterrupt, Expired)
 STEPS = 2  # behind which it is saved

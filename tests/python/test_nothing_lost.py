@@ -1,7 +1,5 @@
-"""Samples of the campaigns (benchmarks/crash.py, fuzz.py), and what happens to a run with snapshots
-beside being killed: its disk fills or turns read-only, its process is stopped, paths are links.
-
-STRATA_KILLS=1000, STRATA_MUTATIONS=20000 and STRATA_STOP_SECONDS=180 are for campaigns.
+"""What happens to a run with snapshots, beside being killed (tests/campaigns): its disk fills or
+turns read-only, its process is stopped, paths are links. STRATA_STOP_SECONDS=180 is for campaigns.
 """
 
 import errno
@@ -16,36 +14,11 @@ from typing import Any
 
 import pytest
 import strata
+from random_training import SERIES, Setting, Training
 from strata._storage.checkpoint_files import CheckpointError
 from strata._storage.replacing import WorkFolder
 from strata._storage.snapshot_files import LINKS, REMOVED_NAME
 from strata._storage.snapshot_series import remove_snapshot, snapshots_of
-
-from benchmarks import crash, fuzz, fuzz_files
-from benchmarks.common import Context
-from benchmarks.crash_child import SERIES, Setting, Training
-
-
-def context(folder: Path, count: int) -> Context:
-    return Context(True, int(os.environ.get("STRATA_SEED", "0")), 1, folder, count=count)
-
-
-def test_killed_runs_lose_nothing(tmp_path: Path) -> None:
-    count = int(os.environ.get("STRATA_KILLS", "3"))
-    figures = {f.metric: f.value for f in crash.run(context(tmp_path, count))}
-    assert figures["kills"] == count
-    assert figures["runs_that_lost_something"] == 0
-
-
-@pytest.mark.parametrize("kind", fuzz_files.KINDS, ids=lambda kind: kind.__name__)
-def test_strangers_files_give_one_error_or_none(
-    tmp_path: Path, kind: type[fuzz_files.Kind]
-) -> None:
-    count = int(os.environ.get("STRATA_MUTATIONS", "60"))
-    seed = int(os.environ.get("STRATA_SEED", "1"))
-    found = fuzz.fuzz(kind, tmp_path, seed, 0, count, lambda text: None)
-    assert not found.wrong, found.wrong[0]
-    assert found.refused or kind is fuzz_files.Owner
 
 
 class Faults:

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from benchmarks import adam_peers, common, vs_deepspeed
+from benchmarks import adam, common, vs_deepspeed
 from benchmarks.common import BenchError
 from benchmarks.peers import environment
 from benchmarks.peers.child import Child
@@ -71,10 +71,11 @@ def test_the_peak_is_what_was_once_resident():
         side.close()
 
 
-@pytest.mark.parametrize("bench", [adam_peers, vs_deepspeed])
+@pytest.mark.parametrize("bench", [adam, vs_deepspeed])
 def test_quick_mode_without_the_peers_says_what_to_run(bench, tmp_path, monkeypatch):
     monkeypatch.setattr(environment, "READY", tmp_path / "missing")
     monkeypatch.setattr(environment, "make", lambda say: pytest.fail("quick mode installs nothing"))
+    monkeypatch.setattr(adam, "loop_figures", lambda *_: [])
     context = common.Context(quick=True, seed=0, rounds=1, ssd_path=tmp_path)
     with pytest.raises(BenchError, match=r"python -m benchmarks\.peers"):
         list(bench.run(context))

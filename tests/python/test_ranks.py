@@ -17,8 +17,8 @@ from rank_server import Outcome, Ranks
 from variants import thorough
 
 HOME = Path(__file__).parent
-# An interpreter takes a while to end, where others compute; `./dev bench rank-loss` times how soon
-# a rank knows that another one has died.
+# An interpreter takes a while to end, where others compute; campaigns/test_lost_ranks.py times
+# how soon a rank knows that another one has died.
 ENDED_S = 30.0
 CASES: dict[str, dict[str, Any]] = {
     "float32": {},

@@ -60,6 +60,8 @@ def unsound(manifest: dict[str, Any]) -> Iterator[str]:
         if not conforms(entry, BUFFER, {}) or len(entry["tensors"]) != 1:
             yield f"a buffer is {entry!r:.60}"
             return
+    if not conforms(manifest.get("extra_state", {}), dict[str, Any], {}):
+        yield "'extra_state' is no object"
     scales = manifest.get("scales", False)
     in_pages = isinstance(scales, list) and manifest["snapshot"] == 2
     if scales is not None and not in_pages and not _lies(scales, manifest["bytes"]):
