@@ -67,10 +67,4 @@ struct Config {
   std::vector<EnteredTogether> together;
 };
 
-// There may be gradients behind a step, which a snapshot then has: those that add up over several
-// backwards, and those that wait for their updates.
-inline bool gradients_rest(const Config& config) {
-  return config.accumulate || config.update == UpdateMode::lock_free;
-}
-
 }  // namespace strata

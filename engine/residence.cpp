@@ -139,8 +139,7 @@ Holding holding_of(const Config& config, const Layout& layout) {
   holding.landing_frames = on_host || !owns.alone() ? 0 : kLandingFrames;
   holding.outbox_frames = owns.alone() ? 0 : on_host ? kOutboxFrames : kOutboxFramesGpu;
   if (config.snapshots != 0) {
-    holding.kept_slots =
-        snapshot_slots(layout, owns).beside(config.snapshots, gradients_rest(config));
+    holding.kept_slots = snapshot_slots(layout, owns).beside(config.snapshots);
   }
   for (const ParamSpec& spec : config.params) {
     holding.parameter_bytes += spec.numel * size_of(spec.dtype);

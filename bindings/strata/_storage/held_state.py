@@ -53,6 +53,7 @@ class Holder:
     def __init__(self, state: Wrapped, drives: list[str], durability: Durability) -> None:
         """Nothing is held."""
         self._session = state.session
+        self._drains = state.config["update"] == "lock_free"  # and the log is still to say so
         self.calls = Calls(Board.of(state, "saves"), "strata.save()")
         self._drives = drives
         self._durability = durability
@@ -95,6 +96,7 @@ class Holder:
     def begin(self, complete: int) -> int:
         """A snapshot beside so many complete ones, and what is held; where there is no room beside
         that, it waits for it when it is captured. As Session.begin_snapshot()."""
+        self._say_that_it_drains()
         held = self._last is not None and not self._last.done()
         try:
             return self._session.begin_snapshot(complete + held)
@@ -104,6 +106,11 @@ class Holder:
             self.hurry()
             return self._session.begin_snapshot(complete)
 
+    def _say_that_it_drains(self) -> None:
+        if self._drains:
+            log.info("LockFree: a snapshot first lets the updates that were released end")
+        self._drains = False
+
     def make_room(self, complete: int) -> None:
         """Waits for the last one. Raises StrataError (config) where there is no room."""
         self.finish()
@@ -112,6 +119,7 @@ class Holder:
 
     def hold(self, path: Path) -> Held | None:
         """None, and nothing is held: the drives have no hard links. REQUIRES: make_room()."""
+        self._say_that_it_drains()
         with self._durability.watch(path.parent):
             links = Links(self._drives, path)
         try:

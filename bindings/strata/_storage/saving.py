@@ -113,7 +113,7 @@ def save(
             waits for it, by the handle's wait(), another save or a load, it goes on without rests.
             That takes room on the SSD: once the state of what is trained, and once that of what is
             frozen. Without an SSD, or without the room, it waits all the same, and says so; so do
-            all ranks where one of them cannot, and behind a backward.
+            all ranks where one of them cannot.
         extra: JSON values and tuples, which strata.load() gives back. Keys of dictionaries may be
             strings, numbers, booleans and None. Of several ranks each gives its own, and gets that
             back under the same number of ranks; under another number all get rank 0's.
@@ -130,6 +130,7 @@ def save(
         OSError: The files cannot be written. What was at `path` is still there.
         StrataError: A page could not be read; another rank has died; with wait=False where pages
             could not be made durable for a snapshot.
+        RuntimeError: Between backward() and step(): a checkpoint has no gradients.
         TypeError: `extra` or a hyperparameter is nothing that can be kept.
 
     Memory used: 4 MiB; with wait=False 32 MiB more.
@@ -174,7 +175,7 @@ def _check(state: Wrapped, path: AnyPath, extra: dict[str, Any] | None) -> Path:
     """The folder to be written. Raises where the state, or what is there, is no such."""
     state.check_parameters()
     state.hooks.reset()
-    state.refuse_half_step("save()")
+    state.refuse_within_step("save()")
     if not isinstance(extra, dict | None):
         raise TypeError(f"extra must be a dictionary or None, not {extra!r:.60}")
     path = Path(os.path.realpath(as_path(path)))
@@ -193,7 +194,7 @@ def _hold(
 ) -> SaveHandle | None:
     """The state is held, and a thread writes it. None: it cannot be; the log says why."""
     with together.phase() as phase:
-        taker = None if _merges(state) else _taker(state)
+        taker = _taker(state)
         phase.said = taker is not None
     if taker is None or not all(phase.heard):
         if taker is not None:
@@ -201,6 +202,7 @@ def _hold(
         return None
     if together.count > 1:
         taker.tidy(together)
+    state.gradients.drops.settle()
     holder, held = taker.holder, None
     with holder.calls.begin() as call:
         try:
@@ -243,16 +245,6 @@ def _taker(state: Wrapped) -> Taker | None:
         log.warning("%s: %s", WAITS, error)
         return None
     return taker
-
-
-def _merges(state: Wrapped) -> bool:
-    """The state cannot be held. Or gradients have landed that cannot be told from it: on those of
-    earlier steps, whose updates it would not have, or on their way to other ranks."""
-    apart = state.ranks is None and state.config["update"] != "lock_free"
-    merges = not apart and any(state.steps.landed)
-    if merges:
-        log.warning("%s: gradients have landed since the last step()", WAITS)
-    return merges
 
 
 def _forms(state: Wrapped) -> Forms:

@@ -11,7 +11,7 @@ from itertools import pairwise
 from typing import Any, NoReturn
 
 from .._config.choices import DTYPES
-from .snapshot_files import GRAD, ROLES, all_chunks, bytes_held
+from .snapshot_files import ROLES, all_chunks, bytes_held
 from .snapshot_form import ALIGNMENT, ELEMENT_BYTES, MOMENT_BLOCK
 from .stored import StoredTensor
 
@@ -31,10 +31,10 @@ def check_chunks(manifest: Manifest, tensors: list[StoredTensor], fail: Fail) ->
     if manifest["moment_dtype"] not in ELEMENT_BYTES:
         fail(f"its moments are {manifest['moment_dtype']!r:.20}")
     for number, chunk in enumerate(all_chunks(manifest)):
-        for part, first, count, at, *_ in chunk["runs"]:
+        for part, first, count, at, step in chunk["runs"]:
             tensor, begin = manifest["parts"][part]
-            numbers = (part, first, at, tensor, begin, count)
-            if not all(type(n) is int and n >= 0 for n in numbers) or count == 0:
+            numbers = (part, first, at, tensor, begin, count, step)
+            if not all(type(n) is int and 0 <= n < 1 << 53 for n in numbers) or count == 0:
                 fail("a run has a number that is no place")
             if number < len(manifest["chunks"]):
                 covered[tensor].append((begin + first, count))
@@ -56,11 +56,6 @@ def check_chunks(manifest: Manifest, tensors: list[StoredTensor], fail: Fail) ->
             of_scales.setdefault(chunk.get("rank", 0), set()).update(found)
         for role in roles_of(chunk):
             mine |= _check_role(manifest, chunk, role, end, slots, fail)
-        if chunk[GRAD] is not None:
-            gradient = _check_role(manifest, chunk, GRAD, end, slots, fail)
-            if gradient & mine:
-                fail("a gradient lies in a slot of another role")
-            mine |= gradient
         slots |= mine  # 8-bit moments share theirs
     if any(found & taken[rank] for rank, found in of_scales.items()):
         fail("scales lie in a slot of something else")

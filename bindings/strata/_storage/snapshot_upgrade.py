@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from .snapshot_files import FORMAT, GRAD
-from .snapshot_gradients import NONE
+from .checkpoint_files import CheckpointError
+from .snapshot_files import FORMAT, all_chunks
 
 
 def upgrade(manifest: dict[str, Any]) -> None:
@@ -21,9 +21,9 @@ def upgrade(manifest: dict[str, Any]) -> None:
         chunk.setdefault("scale_page", None)
     manifest.setdefault("copies", [])
     if manifest["snapshot"] == 1:
-        _upgrade_runs(manifest)
-    if manifest["gradients"] is not None:
-        manifest["gradients"].setdefault("divisor", 1)
+        _add_steps(manifest)
+    if manifest["snapshot"] < FORMAT:
+        _drop_gradients(manifest)
 
 
 def _place_scales(manifest: dict[str, Any]) -> None:
@@ -42,11 +42,20 @@ def _place_scales(manifest: dict[str, Any]) -> None:
     manifest["scales"] = None
 
 
-def _upgrade_runs(manifest: dict[str, Any]) -> None:
+def _add_steps(manifest: dict[str, Any]) -> None:
     """Of format 1."""
     steps = [entry["step"] for entry in manifest["params"]]
     for chunk in manifest["chunks"]:
         for run in chunk["runs"]:
-            run += [steps[manifest["parts"][run[0]][0]], NONE]
-        chunk[GRAD] = None
-    manifest |= {"snapshot": FORMAT, "gradients": None, "zeros": []}
+            run.append(steps[manifest["parts"][run[0]][0]])
+
+
+def _drop_gradients(manifest: dict[str, Any]) -> None:
+    """Of formats up to 8, which could have some."""
+    if manifest.get("gradients") is not None:
+        raise CheckpointError(
+            "this snapshot was taken between backward() and step() by an older strata, and this "
+            "one keeps no gradients: load one that was taken after step()"
+        )
+    for chunk in all_chunks(manifest):
+        chunk["runs"] = [run[:5] for run in chunk["runs"]]
