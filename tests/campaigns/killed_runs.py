@@ -77,7 +77,7 @@ def victim(board: Board, setting: Setting, folder: Path, operation: int) -> None
         board.doing = "step"
         training.step()
         board["step"] = training.steps
-        if training.steps % setting.every == 0:
+        if training.steps % setting.every == 0 and training.steps % setting.backwards == 0:
             board.doing = "snapshot"
             if handle is not None and handle.complete:
                 board["complete"] = taken
@@ -133,7 +133,7 @@ def survivor(
     said = f"step {training.steps} is the newest snapshot; that of step {complete} was complete"
     assert training.steps >= complete, said
     _compare(training, expected)
-    for _ in range(2):
+    for _ in range(2 * setting.backwards):
         loss = training.step()
         _compare(training, expected)
         assert loss == expected[training.steps][1], f"the loss of step {training.steps}"
