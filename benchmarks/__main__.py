@@ -27,7 +27,6 @@ BENCHES = {
     "qlora-capacity": "the largest Llama whose adapters train over NF4 in 2 GiB and 20 GB of SSD",
     "qlora-step": "LoRA over a base in NF4 against bitsandbytes and PEFT",
     "plan-error": "predicted against measured steps, the lower bound, and the best of all plans",
-    "activations": "memory and time where activations are kept, swapped, recomputed, sliced",
     "wrap": "what a wrapped module costs when its parameters are there, and clip_grad_norm_",
     "lock": "how long the core's lock is held in steady steps",
     "save-stall": "how long saving holds the loop: snapshots, save, torch.save, DCP's async_save",

@@ -24,10 +24,9 @@ class Planned(Paged):
         memory: Mapping[str, int],
         ssd_path: Path | None = None,
         activations: str = "auto",
-        split: int | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> None:
-        planned = {"activations": activations, "split": split, **(options or {})}
+        planned = {"activations": activations, **(options or {})}
         super().__init__(model, batch, memory, ssd_path, planned)
 
     def settle(self) -> None:
@@ -41,10 +40,6 @@ class Planned(Paged):
         from strata._runtime.wrapped import wrapped
 
         return wrapped(self.model).planning
-
-    def activation_peak(self) -> int:
-        """The most memory that PyTorch takes in a step, in bytes, beside our pages."""
-        return pytorch_peak(self)
 
 
 def judge(side: Planned, quick: bool = False) -> Any:

@@ -2,16 +2,12 @@
 
 In the folder of results: a file of figures for each bench, written line by line; run.json, which
 says how every part went, in this run and in earlier ones; earlier/, figures that were taken again.
-The archive has all of it and the logs; it is renewed behind every part and every half minute.
 """
 
 import contextlib
 import json
 import os
-import sys
-import tarfile
-import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -19,26 +15,20 @@ from typing import Any
 from .parts import Part
 from .running import Result
 
-PACK_SECONDS = 30
-
 
 class Keeper:
     """`key`: results of runs with another one are kept, and taken again."""
 
-    def __init__(
-        self, facts: Mapping[str, Any], key: str, results: Path, logs: Path, archive: Path
-    ) -> None:
+    def __init__(self, facts: Mapping[str, Any], key: str, results: Path, logs: Path) -> None:
         self.facts = facts
         self.key = key
         self.results = results
         self.logs = logs
-        self.archive = archive
         self.done: list[dict[str, Any]] = []  # of all runs, the oldest first
-        self._packed = 0.0
 
     def begin(self) -> None:
         """Makes the folders, and reads what earlier runs left there."""
-        for folder in (self.logs, self.results, self.archive.parent):
+        for folder in (self.logs, self.results):
             folder.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(OSError, ValueError, KeyError):
             self.done = json.loads((self.results / "run.json").read_text())["parts"]
@@ -62,55 +52,21 @@ class Keeper:
         part.figures.rename(folder / f"{part.name}-{number}.jsonl")
 
     def keep(self, result: Result) -> None:
-        """Says how a part went, and packs everything anew."""
+        """Says how a part went, here and in run.json."""
         print(row(result), flush=True)
         if result.status not in ("done before", "failed before"):
             self.done.append({**asdict(result), "key": self.key})
         summary = {"machine": self.facts, "parts": self.done}
-        with whole(self.results / "run.json") as path:
-            path.write_text(json.dumps(summary, indent=1) + "\n")
-        self.pack()
-
-    def tick(self) -> None:
-        """Packs, where that is some time ago."""
-        if time.monotonic() - self._packed > PACK_SECONDS:
-            self.pack()
-
-    def pack(self) -> None:
-        """Renews the archive. Where it cannot, the run goes on: the files themselves are there."""
-        self._packed = time.monotonic()
-        try:
-            self._pack()
-        except OSError as error:
-            print(f"{self.archive} is not renewed: {error}", file=sys.stderr, flush=True)
-
-    def _pack(self) -> None:
-        inside = {self.archive.name, self.logs.name}
-
-        def chosen(member: tarfile.TarInfo) -> tarfile.TarInfo | None:
-            return None if inside & set(Path(member.name).parts[1:2]) else member
-
-        with whole(self.archive) as path, tarfile.open(path, "w:gz") as packed:
-            packed.add(self.results, self.results.name, filter=chosen)
-            packed.add(self.logs, f"{self.results.name}/logs")
+        part = self.results / ".run.json.part"
+        part.write_text(json.dumps(summary, indent=1) + "\n")
+        os.replace(part, self.results / "run.json")
 
     def tell(self, went: Sequence[Result]) -> None:
         """The summary."""
         print()
         for line in (*map(row, went), *figure_lines(self.results)):
             print(line)
-        print(f"figures: {self.results}\neverything: {self.archive}")
-
-
-@contextlib.contextmanager
-def whole(path: Path) -> Iterator[Path]:
-    """A file that takes the place of another one when it is complete."""
-    part = path.with_name(f".{path.name}.part")
-    try:
-        yield part
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
+        print(f"figures: {self.results}\nlogs: {self.logs}")
 
 
 def row(result: Result) -> str:

@@ -1,5 +1,5 @@
-"""Builds strata with CUDA, tests it on the GPU, takes the figures of a GPU, and packs what came of
-it into one file. Uses no network, and the Python environment that there is.
+"""Builds strata with CUDA, tests it on the GPU, and takes the figures of a GPU.
+Uses no network, and the Python environment that there is.
 
     benchmarks/gpu/run                   # everything: some hours
     benchmarks/gpu/run --quick           # shows that all of it runs: no figure means anything
@@ -101,7 +101,7 @@ def main(arguments: Sequence[str]) -> int:
     )
     found = needs.look(ROOT, options.python, env, wanted)
     missing = [*misfits, *found.missing]
-    results, logs, archive = places(options, found.gpu)
+    results, logs = places(options, found.gpu)
     wishes = parts.Wishes(
         python=options.python,
         quick=options.quick,
@@ -129,7 +129,7 @@ def main(arguments: Sequence[str]) -> int:
         return MISSING
     wishes.ssd_path.mkdir(parents=True, exist_ok=True)
     key = f"{bundled.tree_digest(ROOT)} {options.device} {options.quick}"
-    keeper = Keeper(found.facts, key, results, logs, archive)
+    keeper = Keeper(found.facts, key, results, logs)
     return run(plan, env, keeper, clock, options.again, bool(options.only))
 
 
@@ -170,17 +170,17 @@ def variables(
     return env, [], source.cuda_library(bundled.sources_digest(ROOT), said["capability"])
 
 
-def places(options: argparse.Namespace, gpu: str) -> tuple[Path, Path, Path]:
-    """Where figures, logs and the archive of both go."""
+def places(options: argparse.Namespace, gpu: str) -> tuple[Path, Path]:
+    """Where figures and logs go."""
     if options.out is not None:
         out = options.out.absolute()
-        return out, out / "logs", out / "everything.tar.gz"
+        return out, out / "logs"
     work = ROOT / "build" / "gpu"
     results = work / "quick" if options.quick else ROOT / "benchmarks" / "results"
     if options.device == "host":
         results = work / "host"
     results /= slug(gpu)
-    return results, work / "logs", work / f"{results.name}.tar.gz"
+    return results, work / "logs"
 
 
 def run(
@@ -198,14 +198,11 @@ def run(
         done = {name: well for name, well in done.items() if well}
     went = []
     try:
-        for result in running.run_all(
-            plan, ROOT, env, keeper.logs, clock, done, keeper.make_way, keeper.tick
-        ):
+        for result in running.run_all(plan, ROOT, env, keeper.logs, clock, done, keeper.make_way):
             went.append(result)
             keeper.keep(result)
     except KeyboardInterrupt:
         say("interrupted: what was done so far is kept, and the next run goes on from there")
-        keeper.pack()
         return FAILED
     keeper.tell(went)
     statuses = {result.status for result in went}

@@ -60,11 +60,10 @@ def run_all(
     clock: Clock,
     done: Mapping[str, bool],
     begin: Callable[[Part], None] = lambda part: None,
-    tick: Callable[[], None] = lambda: None,
 ) -> Iterator[Result]:
     """Runs part after part, but for those that were run before (`done`: whether they went well).
     One that failed leaves out those that need it, and no others; one that cannot end in time is
-    not begun. `begin` is called before each that is run, `tick` about every second meanwhile.
+    not begun. `begin` is called before each that is run.
     """
     went_well: set[str] = set()
     for part in parts:
@@ -85,7 +84,7 @@ def run_all(
             yield Result(part.name, "not begun", 0.0, note)
             continue
         begin(part)
-        result = run_part(part, root, env, logs / f"{part.name}.log", clock, tick)
+        result = run_part(part, root, env, logs / f"{part.name}.log", clock)
         if result.status == "ok":
             went_well.add(part.name)
         yield result
@@ -97,7 +96,6 @@ def run_part(
     env: Mapping[str, str],
     log: Path,
     clock: Clock,
-    tick: Callable[[], None] = lambda: None,
 ) -> Result:
     """Runs a part to its end, or to the end of its time; all that it prints goes to the log at
     once, behind what an earlier run left there."""
@@ -106,7 +104,7 @@ def run_part(
     with log.open("a") as sink:
         for step in part.steps:
             print("$", *step, file=sink, flush=True)
-            code = run_step(step, root, {**env, **part.variables}, sink.fileno(), until, tick)
+            code = run_step(step, root, {**env, **part.variables}, sink.fileno(), until)
             seconds = time.monotonic() - begin
             if code is None and part.goes_on and clock.left() <= 0:
                 return Result(part.name, "cut off", seconds, "the next run goes on with it")
@@ -124,7 +122,6 @@ def run_step(
     env: Mapping[str, str],
     sink: int,
     until: float,
-    tick: Callable[[], None],
 ) -> int | None:
     """The exit status of a command; None where it was ended at `until`. Nothing that it started is
     left, whatever ends the run: the guard ends all of it when the pipe to it closes."""
@@ -146,11 +143,8 @@ def run_step(
     finally:
         os.close(life)
     try:
-        while time.monotonic() < until:
-            try:
-                return process.wait(min(1.0, max(0.0, until - time.monotonic())))
-            except subprocess.TimeoutExpired:
-                tick()
+        return process.wait(max(0.0, until - time.monotonic()))
+    except subprocess.TimeoutExpired:
         return None
     finally:
         os.close(ours)

@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tarfile
 import time
 from pathlib import Path
 
@@ -186,14 +185,12 @@ def test_the_exit_status_says_whether_to_go_on(tmp_path, monkeypatch, statuses, 
 
 
 def keeper_of(folder, key="k"):
-    keeper = Keeper(
-        {"gpu": "NVIDIA H200"}, key, folder / "out", folder / "out/logs", folder / "out/all.tgz"
-    )
+    keeper = Keeper({"gpu": "NVIDIA H200"}, key, folder / "out", folder / "out/logs")
     keeper.begin()
     return keeper
 
 
-def test_results_are_kept_and_packed_behind_every_part(tmp_path, capsys):
+def test_results_are_kept_after_every_part(tmp_path, capsys):
     keeper = keeper_of(tmp_path)
     figure = {
         "bench": "copy",
@@ -212,14 +209,6 @@ def test_results_are_kept_and_packed_behind_every_part(tmp_path, capsys):
     kept = json.loads((keeper.results / "run.json").read_text())
     assert kept["machine"]["gpu"] == "NVIDIA H200"
     assert [part["status"] for part in kept["parts"]] == ["ok", "failed"]
-    keeper.archive = tmp_path / "no/such/folder"
-    keeper.pack()
-    assert "is not renewed" in capsys.readouterr().err
-    keeper.archive = tmp_path / "out/all.tgz"
-    with tarfile.open(keeper.archive) as packed:
-        names = set(packed.getnames())
-    assert {"out/copy.jsonl", "out/run.json", "out/logs"} <= names
-    assert "out/all.tgz" not in names
     keeper.tell(went)
     out = capsys.readouterr().out
     assert "reached   copy in: 96 %, at least 95" in out

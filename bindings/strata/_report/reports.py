@@ -100,7 +100,7 @@ class PlannedRow:
     """What the plan says of one unit."""
 
     unit: str
-    activation: str  # see activations.py
+    activation: str  # such as "recompute"
     slices: int
     params: str  # where they rest: "host", "ssd", "mixed", or "none" where there are none
     grads: str
