@@ -104,7 +104,7 @@ class PlannedForward:
         self._verdicts = Verdicts(module, self.plain)
         self.compiler: Any = None  # of the forward that runs now
         self.inputs = Inputs()
-        self._proved: set[Any] = set()  # modes and attributes of modules; see Note [Proof]
+        self._proved: set[Any] = set()  # forms of module and arguments; see Note [Proof]
         self._layers = layers_of(module)
         self._logged_reason = ""
         module.forward = self
@@ -176,7 +176,7 @@ class PlannedForward:
         verdict = self.verdict(arguments, batch)
         count = min(self.unit.slices, batch)
         cut_ones = verdict.cut if count > 1 and verdict is not None and not verdict.reason else None
-        form = form_of(self.module)
+        form = form_of(self.module), arguments.form
         if form not in self._proved or not self.unit.may_recompute:
             if cut_ones is None and not self._may_repeat(arguments):  # slices: a verdict is a proof
                 return self.keeping(args, kwargs)
