@@ -1,6 +1,7 @@
 """A trial of a second run leaves what forwards change deep in Python's objects as it was, and units
 that change it are not computed again."""
 
+import contextvars
 import dataclasses
 import functools
 import itertools
@@ -327,3 +328,53 @@ def test_a_trial_leaves_modules_of_others_as_they_were(way: str, body: Any) -> N
     reason = tried(child)
     assert parent.state() == before
     assert ("changes what" in reason) == (body is not calls_there)
+
+
+CALL = contextvars.ContextVar("CALL", default=1)
+NOTED = contextvars.ContextVar[list[int]]("NOTED")
+
+
+def sets_a_variable(self: Any, x: torch.Tensor) -> torch.Tensor:
+    CALL.set(CALL.get() + 1)
+    return x + torch.tanh(self.inner(x)) / CALL.get()
+
+
+def notes_in_a_variable(self: Any, x: torch.Tensor) -> torch.Tensor:
+    NOTED.get().append(1)
+    return x + torch.tanh(self.inner(x)) / len(NOTED.get())
+
+
+@pytest.mark.parametrize("body", [sets_a_variable, notes_in_a_variable])
+def test_only_real_runs_change_variables_of_the_context(core: ModuleType, body: Body) -> None:
+    found = []
+    for activations in (None, "recompute"):
+        CALL.set(1)
+        NOTED.set([])
+        losses, net = train(body, activations)
+        found.append((losses, CALL.get(), len(NOTED.get())))
+    torch.testing.assert_close(found[0], found[1], rtol=1e-5, atol=1e-6)
+    assert not any(again(net))
+
+
+def reads_a_variable(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return x + torch.tanh(self.inner(x) / CALL.get())
+
+
+def test_a_second_run_finds_the_variables_of_the_first(core: ModuleType) -> None:
+    """They are set for the forward only."""
+
+    def prepare(net: Net) -> None:
+        plain = net.forward
+
+        def forward(x: torch.Tensor) -> torch.Tensor:
+            token = CALL.set(3)
+            try:
+                return plain(x)
+            finally:
+                CALL.reset(token)
+
+        net.forward = forward  # type: ignore[method-assign]
+
+    found, net = train(reads_a_variable, "recompute", prepare=prepare)
+    assert_as_plain(found, reads_a_variable, prepare=prepare)
+    assert all(again(net))

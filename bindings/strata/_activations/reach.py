@@ -7,13 +7,14 @@
 
 Use from one thread at a time.
 
-Note [Reach]. The forward and its arguments are followed through
+Note [Reach]. The forward, its arguments and the variables of the context are followed through
 attributes, containers, objects and closures, to arrays, tensors and generators of random numbers.
 So are the attributes of classes, and the globals that a function names; those of the functions
 among them, too, and no further. A module of somebody else (a parent, a helper in a list) is
 followed like the forward's own, with its buffers and the modules below it. Left alone are
 parameters, and what belongs to Python, torch, NumPy or strata: so the state within a C++ object or
-a module of Python is neither seen nor put back.
+a module of Python is neither seen nor put back. Nor is what a ContextVar is set to: trial.py runs
+forwards in a copy of the context.
 """
 
 import functools

@@ -8,13 +8,14 @@
 
 A trial runs the forward where memory is needed, and nowhere else. It runs on copies of arguments,
 keeps nothing for a backward, and leaves nothing behind: attributes, buffers, parameters,
-generators of random numbers and what else the forward can reach (reach.py) are put back, and
-hooks of the user on modules are not called.
+generators of random numbers and what else the forward can reach (reach.py) are put back, variables
+of the context are set in a copy of it, and hooks of the user on modules are not called.
 
 Note [Again]. A forward may be computed again where two runs that find the same leave the same:
 output, attributes and generators, bit for bit. It may not where it takes from an iterator, or
-changes parameters, its arguments, or what lies deeper than attributes (reach.py): a second run
-would do that twice. It is tried again when attributes or arguments come, or get another type.
+changes parameters, its arguments, a ContextVar, or what lies deeper than attributes (reach.py): a
+second run would do that twice. It is tried again when attributes or arguments come, or get another
+type.
 
 Note [Slices]. A forward may run on slices where every row of the output depends on the same row of
 the input only. Nothing says so, so it is tried:
@@ -34,6 +35,7 @@ Use from the thread that trains.
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from contextvars import Context, copy_context
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,7 +47,7 @@ from .._torch_compat import GLOBAL_HOOKS, BatchNorm
 from .arguments import Arguments
 from .attributes import Attributes, owners_of
 from .inputs import Buffers, Parameters
-from .reach import Reach, same_tensors
+from .reach import NOT_THERE, Reach, same, same_tensors
 from .slicing import Verdict, batch_size, cut, is_cut
 
 ROUNDING = 16  # units in the last place that two ways to sum may differ by ...
@@ -195,6 +197,7 @@ class _Trial:
         self._owners = owners_of(module, arguments.others)
         self._found = Attributes(self._owners)
         roots = [
+            *((variable.name, value) for variable, value in copy_context().items()),
             *((f"argument of type {type(o).__name__}", o) for o in arguments.others),
             *((type(inner).__name__, inner) for inner in module.modules()),
             ("forward", forward),
@@ -237,11 +240,14 @@ class _Trial:
         args, kwargs = nest = self._arguments.filled(mine)
         with self._found_buffers.again(), torch.random.fork_rng(self._devices):
             buffers, before = self._buffers.taken(), self._random_state()
-            result = self._forward(*args, **kwargs)
+            context = copy_context()
+            result = context.run(self._forward, *args, **kwargs)
             draws = not all(map(torch.equal, before, self._random_state()))
             changed = buffers.changed()
         if name := self._reach.changed():
             raise _RefusedError(f"its forward changes what {name!r} holds")
+        if name := _changed_variable(context):
+            raise _RefusedError(f"its forward sets the ContextVar {name!r}")
         for name in self._parameters.changed():
             raise _RefusedError(f"its forward changes the parameter {name!r}")
         now = Arguments(nest, self._arguments.layers)
@@ -268,6 +274,16 @@ class _Trial:
 
     def _random_state(self) -> list[torch.Tensor]:
         return [torch.get_rng_state(), *(torch.cuda.get_rng_state(d) for d in self._devices)]
+
+
+def _changed_variable(context: Context) -> str:
+    """The name of a variable that has another value there than here; "" where none has."""
+    here = copy_context()
+    for variable in {**here, **context}:
+        a, b = here.get(variable, NOT_THERE), context.get(variable, NOT_THERE)
+        if not same(a, b, strict=True):
+            return variable.name
+    return ""
 
 
 def _drop(_: torch.Tensor) -> None:
