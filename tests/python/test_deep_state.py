@@ -378,3 +378,23 @@ def test_a_second_run_finds_the_variables_of_the_first(core: ModuleType) -> None
     found, net = train(reads_a_variable, "recompute", prepare=prepare)
     assert_as_plain(found, reads_a_variable, prepare=prepare)
     assert all(again(net))
+
+
+@functools.lru_cache
+def drawn_mask(width: int) -> torch.Tensor:
+    return torch.rand(width)
+
+
+def keeps_what_it_drew(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return x + self.drop(torch.tanh(self.inner(x))) * drawn_mask(WIDTH)
+
+
+def test_a_trial_leaves_the_cache_of_a_function_empty(core: ModuleType) -> None:
+    """Else the first real run would not draw, and all later ones would draw other numbers."""
+    drawn_mask.cache_clear()
+    expected, _ = train(keeps_what_it_drew)
+    drawn_mask.cache_clear()
+    found, net = train(keeps_what_it_drew, "recompute")
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+    assert all(again(net))

@@ -15,6 +15,10 @@ followed like the forward's own, with its buffers and the modules below it. Left
 parameters, and what belongs to Python, torch, NumPy or strata: so the state within a C++ object or
 a module of Python is neither seen nor put back. Nor is what a ContextVar is set to: trial.py runs
 forwards in a copy of the context.
+
+Note [Caches of functions]. What functools.lru_cache keeps can be emptied, but not copied. A cache
+that was empty is emptied when the trial is over, and not between its runs: the second one finds in
+it what a second run in the backward would find. One that held something keeps what a trial adds.
 """
 
 import functools
@@ -42,6 +46,7 @@ FOREIGN = frozenset(
 # torch's own attributes of a module: its parameters, buffers, modules and hooks.
 TORCHS_OWN = frozenset(vars(nn.Module())) - {"training"} | {"forward", "_compiled_call_impl"}
 NOT_THERE = object()
+CACHE = type(functools.lru_cache(lambda: None))
 
 # Generators of random numbers: how each tells its state, and takes it.
 GENERATORS: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]] = {
@@ -82,6 +87,7 @@ class Reach:
         self.modules: list[nn.Module] = []  # of somebody else
         self._owners = {id(owner) for owner in owners}
         self._held: list[_Held] = []
+        self._empty: list[Any] = []  # caches of functions, which cannot be copied
         self._seen: dict[int, Any] = {}  # keeps them alive, so that ids stay theirs
         ahead = [(name, value, 0) for name, value in roots]
         while ahead and len(self._seen) < REACH_MAX:
@@ -100,6 +106,12 @@ class Reach:
         for held in self._held:
             if held.is_changed():
                 held.give(held.thing, held.before)
+
+    def empty_caches(self) -> None:
+        """Those are empty again that were."""
+        for cache in self._empty:
+            if cache.cache_info().currsize:
+                cache.cache_clear()
 
     def _hold(self, name: str, thing: Any, take: Any, give: Any) -> Any:
         before = take(thing)
@@ -134,6 +146,10 @@ class Reach:
             reached = ((name, thing.__self__), (name, thing.__func__))
         elif isinstance(thing, functools.partial):
             reached = ((name, thing.func), (name, thing.args), (name, thing.keywords))
+        elif isinstance(thing, CACHE):
+            if not _is_foreign(thing) and not thing.cache_info().currsize:
+                self._empty.append(thing)
+            reached = [(name, thing.__wrapped__)]
         elif isinstance(thing, types.CellType):
             reached = ((name, v) for v in self._hold(name, thing, _cell_contents, _give_cell))
         elif isinstance(thing, types.FunctionType):
@@ -186,14 +202,15 @@ class Reach:
         yield from self._hold(name, space, functools.partial(_taken, names), _give_globals)
 
 
-def _functions(kind: type) -> dict[str, types.FunctionType]:
+def _functions(kind: type) -> dict[str, Any]:
     """The forward of a class of modules, and the functions of that class that it names."""
-    ahead, functions = ["forward"], dict[str, types.FunctionType]()
+    ahead, functions = ["forward"], dict[str, Any]()
     while ahead and not _is_foreign(kind):
         function = vars(kind).get(name := ahead.pop())
-        if isinstance(function, types.FunctionType) and name not in functions:
+        plain = function.__wrapped__ if isinstance(function, CACHE) else function
+        if isinstance(plain, types.FunctionType) and name not in functions:
             functions[name] = function
-            ahead += _names(function.__code__)
+            ahead += _names(plain.__code__)
     return functions
 
 

@@ -225,6 +225,7 @@ class _Trial:
             ):
                 stack.enter_context(context)
             stack.enter_context(trial._parameters.undone())
+            stack.callback(trial._reach.empty_caches)
             stack.callback(trial._put_back)
             yield trial
 
