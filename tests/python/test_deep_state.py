@@ -5,6 +5,8 @@ import contextvars
 import dataclasses
 import functools
 import itertools
+import logging
+import queue
 import random
 from collections.abc import Callable
 from types import ModuleType
@@ -398,3 +400,24 @@ def test_a_trial_leaves_the_cache_of_a_function_empty(core: ModuleType) -> None:
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
     assert all(again(net))
+
+
+NUMBERS = queue.SimpleQueue[int]()
+
+
+def takes_from_cpp(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return x + torch.tanh(self.inner(x)) / NUMBERS.get()
+
+
+def test_a_change_that_no_trial_can_undo_is_told_once(
+    core: ModuleType, caplog: pytest.LogCaptureFixture
+) -> None:
+    for number in range(1, 100):
+        NUMBERS.put(number)
+    with caplog.at_level(logging.WARNING, "strata"):
+        _, net = train(takes_from_cpp, "recompute")
+    (told,) = [r.message for r in caplog.records if "another output" in r.message]
+    assert "blocks.0, blocks.1, blocks.2" in told
+    assert "twice more" in told
+    assert 'activations="keep"' in told
+    assert not any(again(net))

@@ -54,6 +54,11 @@ ROUNDING = 16  # units in the last place that two ways to sum may differ by ...
 ROUNDING_MIN = 1e-3  # ... or this share: sums over thousands of float32 values
 PARTS = 16
 SAMPLE = 4096  # elements that tell how large the values of a tensor are
+UNEXPLAINED = (
+    "Nothing that strata puts back explains that. The trial called the forward twice more than you "
+    "did: where it counts or draws in a place that strata cannot see, that went on too. "
+    'activations="keep" makes no trial'
+)
 # A module's own hooks, by the names that torch gives them.
 MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -149,9 +154,9 @@ def why_not_again(module: nn.Module, forward: Callable[..., Any], arguments: Arg
             a, b = first.output, second.output
             alike = a.plain == b.plain and len(a.tensors) == len(b.tensors)
             if not alike or not all(map(_is_same, a.tensors, b.tensors)):
-                return "its forward gives another output the second time"
+                return f"its forward gives another output the second time. {UNEXPLAINED}"
             if what := first.after.differing(second.after):
-                return f"its forward leaves {what} otherwise the second time"
+                return f"its forward leaves {what} otherwise the second time. {UNEXPLAINED}"
             return ""
     except _RefusedError as refused:
         return str(refused)
