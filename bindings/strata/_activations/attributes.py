@@ -1,5 +1,5 @@
-"""What a forward finds in plain Python, for the same forward again: attributes of its modules, and
-the states of generators of random numbers.
+"""What a forward finds in plain Python, for the same forward again: attributes of its modules, the
+states of generators of random numbers, and the variables of the context.
 
     found = Attributes(owners_of(module))      # before the forward
     ...
@@ -17,6 +17,7 @@ two.
 
 import random
 from collections.abc import Iterable, Sequence
+from contextvars import copy_context
 from typing import Any
 
 import numpy
@@ -49,6 +50,7 @@ class Attributes:
     """Attributes and generators at one moment. See Note [Objects]."""
 
     def __init__(self, owners: Sequence[Owner]) -> None:
+        self.context = copy_context()  # for copies of it to run in
         self._owners = [(owner, owner.copy()) for owner in owners]
         kinds = GENERATORS
         own = {

@@ -12,10 +12,9 @@ Note [Recomputation]. It is torch.utils.checkpoint's, non-reentrant, which keeps
 autocast as they were. Our saved-tensor hooks lie above its own in both runs, so parameters are kept
 by unit (saved.py). All tensors go through checkpoint as positional arguments, so that the hooks
 below see each of them as a saved tensor. Attributes, generators of random numbers, buffers, caches,
-containers and variables of the context are in the second run as they were before the first, so
-nothing is counted twice. A
-forward that changes a parameter in place is not run again. Where it first does so after the trial,
-there is no older value: the second run must leave the parameter as it was.
+containers and the context are in the second run as they were before the first, so nothing is
+counted twice. A forward that changes a parameter in place is not run again. Where it first does so
+after the trial, there is no older value: the second run must leave the parameter as it was.
 
 Note [Proof]. Before a unit is computed again for the first time, in training and in evaluation
 mode, a trial shows that a second run gives the same (trial.py). Where it does not, the unit keeps
@@ -37,7 +36,6 @@ import copy
 import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextvars import Context, copy_context
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -331,7 +329,6 @@ class _Call:
         self._compiler = planned.compiler  # of both runs
         self._found: Found
         self._attributes: Attributes
-        self._context: Context
         self._rewritten: list[str] = []  # parameters that the first run changed in place
         arguments.forget()  # checkpoint keeps the tensors
 
@@ -350,7 +347,6 @@ class _Call:
             saved.push()
             self._found = planned.buffers.taken()
             self._attributes = Attributes(self._owners())
-            self._context = copy_context()
             before = planned.taken()
             output = planned.run(self._compiler, args, kwargs)
             self._rewritten = planned.learn(before)
@@ -371,8 +367,8 @@ class _Call:
             try:
                 self._attributes.put_back()
                 with self._found.again(), self._parameters_again():
-                    # In a copy, for a second backward computes it again.
-                    self._context.copy().run(planned.run, self._compiler, args, kwargs)
+                    context = self._attributes.context.copy()
+                    context.run(planned.run, self._compiler, args, kwargs)
             finally:
                 now.put_back()
         except Exception as error:

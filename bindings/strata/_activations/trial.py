@@ -35,7 +35,7 @@ Use from the thread that trains.
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from contextvars import Context, copy_context
+from contextvars import Context
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -202,7 +202,7 @@ class _Trial:
         self._owners = owners_of(module, arguments.others)
         self._found = Attributes(self._owners)
         roots = [
-            *((variable.name, value) for variable, value in copy_context().items()),
+            *((variable.name, value) for variable, value in self._found.context.items()),
             *((f"argument of type {type(o).__name__}", o) for o in arguments.others),
             *((type(inner).__name__, inner) for inner in module.modules()),
             ("forward", forward),
@@ -246,13 +246,13 @@ class _Trial:
         args, kwargs = nest = self._arguments.filled(mine)
         with self._found_buffers.again(), torch.random.fork_rng(self._devices):
             buffers, before = self._buffers.taken(), self._random_state()
-            context = copy_context()
+            context = found.context.copy()
             result = context.run(self._forward, *args, **kwargs)
             draws = not all(map(torch.equal, before, self._random_state()))
             changed = buffers.changed()
         if name := self._reach.changed():
             raise _RefusedError(f"its forward changes what {name!r} holds")
-        if name := _changed_variable(context):
+        if name := _changed_variable(found.context, context):
             raise _RefusedError(f"its forward sets the ContextVar {name!r}")
         for name in self._parameters.changed():
             raise _RefusedError(f"its forward changes the parameter {name!r}")
@@ -282,11 +282,10 @@ class _Trial:
         return [torch.get_rng_state(), *(torch.cuda.get_rng_state(d) for d in self._devices)]
 
 
-def _changed_variable(context: Context) -> str:
-    """The name of a variable that has another value there than here; "" where none has."""
-    here = copy_context()
-    for variable in {**here, **context}:
-        a, b = here.get(variable, NOT_THERE), context.get(variable, NOT_THERE)
+def _changed_variable(before: Context, after: Context) -> str:
+    """The name of a variable that has another value after than before; "" where none has."""
+    for variable in {**before, **after}:
+        a, b = before.get(variable, NOT_THERE), after.get(variable, NOT_THERE)
         if not same(a, b, strict=True):
             return variable.name
     return ""
