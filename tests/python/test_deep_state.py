@@ -1,8 +1,12 @@
 """A trial of a second run leaves what forwards change deep in Python's objects as it was, and units
 that change it are not computed again."""
 
+import contextvars
 import dataclasses
+import functools
 import itertools
+import logging
+import queue
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any, ClassVar
@@ -121,4 +125,95 @@ def test_a_list_that_is_made_in_the_trial_is_found_in_the_next(core: ModuleType)
     found, net = train(makes_a_list_later, "recompute")
     assert_as_plain(found, makes_a_list_later)
     assert [len(block.later) for block in net.blocks] == [4, 4, 4]
+    assert not any(again(net))
+
+
+CALL = contextvars.ContextVar("CALL", default=1)
+NOTED = contextvars.ContextVar[list[int]]("NOTED")
+
+
+def sets_a_variable(self: Any, x: torch.Tensor) -> torch.Tensor:
+    CALL.set(CALL.get() + 1)
+    return x + torch.tanh(self.inner(x)) / CALL.get()
+
+
+def notes_in_a_variable(self: Any, x: torch.Tensor) -> torch.Tensor:
+    NOTED.get().append(1)
+    return x + torch.tanh(self.inner(x)) / len(NOTED.get())
+
+
+@pytest.mark.parametrize("body", [sets_a_variable, notes_in_a_variable])
+def test_only_real_runs_change_variables_of_the_context(core: ModuleType, body: Body) -> None:
+    found = []
+    for activations in (None, "recompute"):
+        CALL.set(1)
+        NOTED.set([])
+        losses, net = train(body, activations)
+        found.append((losses, CALL.get(), len(NOTED.get())))
+    torch.testing.assert_close(found[0], found[1], rtol=1e-5, atol=1e-6)
+    assert not any(again(net))
+
+
+def reads_a_variable(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return x + torch.tanh(self.inner(x) / CALL.get())
+
+
+def test_a_second_run_finds_the_variables_of_the_first(core: ModuleType) -> None:
+    """They are set for the forward only."""
+
+    def prepare(net: Net) -> None:
+        plain = net.forward
+
+        def forward(x: torch.Tensor) -> torch.Tensor:
+            token = CALL.set(3)
+            try:
+                return plain(x)
+            finally:
+                CALL.reset(token)
+
+        net.forward = forward  # type: ignore[method-assign]
+
+    found, net = train(reads_a_variable, "recompute", prepare=prepare)
+    assert_as_plain(found, reads_a_variable, prepare=prepare)
+    assert all(again(net))
+
+
+@functools.lru_cache
+def drawn_mask(width: int) -> torch.Tensor:
+    return torch.rand(width)
+
+
+def keeps_what_it_drew(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return x + self.drop(torch.tanh(self.inner(x))) * drawn_mask(WIDTH)
+
+
+def test_a_trial_leaves_the_cache_of_a_function_empty(core: ModuleType) -> None:
+    """Else the first real run would not draw, and all later ones would draw other numbers."""
+    drawn_mask.cache_clear()
+    expected, _ = train(keeps_what_it_drew)
+    drawn_mask.cache_clear()
+    found, net = train(keeps_what_it_drew, "recompute")
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+    assert all(again(net))
+
+
+NUMBERS = queue.SimpleQueue[int]()
+
+
+def takes_from_cpp(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return x + torch.tanh(self.inner(x)) / NUMBERS.get()
+
+
+def test_a_change_that_no_trial_can_undo_is_told_once(
+    core: ModuleType, caplog: pytest.LogCaptureFixture
+) -> None:
+    for number in range(1, 100):
+        NUMBERS.put(number)
+    with caplog.at_level(logging.WARNING, "strata"):
+        _, net = train(takes_from_cpp, "recompute")
+    (told,) = [r.message for r in caplog.records if "another output" in r.message]
+    assert "blocks.0, blocks.1, blocks.2" in told
+    assert "twice more" in told
+    assert 'activations="keep"' in told
     assert not any(again(net))

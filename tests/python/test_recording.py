@@ -1,5 +1,6 @@
 """Recorded steps take few bytes of the device, and try with less where memory runs out."""
 
+import logging
 from types import ModuleType
 from typing import Any
 
@@ -184,6 +185,66 @@ def test_a_backward_that_needs_more_than_is_left_is_recorded_on_slices(
     run(model, optimizer, 3, rows=16)
     assert state.planning.plan is not None
     assert {unit.slices for unit in state.planning.plan.units} == slices
+
+
+class Once(nn.Module):
+    """May not be computed again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+        self.scales = iter([1.0] * 1000)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.inner(x).tanh() * next(self.scales)
+
+
+@pytest.mark.parametrize("device", ["2500KiB", "1500KiB"])
+def test_no_unit_is_cut_for_what_others_keep(
+    core: ModuleType, device: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Six units keep 3 MiB: the head has no room, on as many slices as there are rows either."""
+    torch.manual_seed(0)
+    model, optimizer = wrap(nn.Sequential(*[Once() for _ in range(6)], nn.Linear(WIDTH, 1)), device)
+    state = wrapped(model)
+    refused = ""
+    with caplog.at_level(logging.INFO, "strata"):
+        try:
+            for _ in range(4):
+                model(torch.randn(128, 8, WIDTH)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        except strata.StrataError as error:
+            refused = str(error)
+    assert not [r.message for r in caplog.records if "recorded on" in r.message]
+    assert {unit.slices for unit in state.units} == {1}
+    assert ("device" in refused) == (device == "1500KiB")
+
+
+class Constant(nn.Module):
+    """Saves 4 MiB, however many rows it has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.inner(x) * (self.scale * torch.ones(1 << 20)).square().mean()
+
+
+def test_slices_that_free_nothing_are_not_kept(
+    core: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, optimizer = wrap(nn.Sequential(*[Constant() for _ in range(3)]), "4MiB")
+    state = wrapped(model)
+    assert state.planning is not None
+    state.planning.recording.take_less()
+    monkeypatch.setattr(type(state.planning), "_plan_for", lambda *_: None)
+    run(model, optimizer, 1)
+    assert state.planning.trace is not None
+    assert {unit.slices_traced for unit in state.planning.trace.units} == {1}
+    assert state.planning.recording.slices_min == 1
 
 
 @pytest.mark.parametrize("probe", [False, True])

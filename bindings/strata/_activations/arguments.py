@@ -68,6 +68,12 @@ class Arguments:
         """Of the tensors those that take PyTorch's memory: not parameters, which are in pages."""
         return [tensor for tensor in self.tensors if not is_paged(tensor)]
 
+    @property
+    def form(self) -> tuple[Any, ...]:
+        """Flags, and the types of what is no tensor."""
+        flags = tuple(p for p in self.plain if p is None or isinstance(p, bool | str))
+        return flags, tuple(map(type, self.others))
+
     def filled(self, tensors: Sequence[torch.Tensor]) -> Any:
         """The nest with these tensors in the place of its own."""
         return _rebuild(self._nest, functools.partial(_put, tensors))

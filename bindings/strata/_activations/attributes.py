@@ -1,5 +1,5 @@
-"""What a forward finds in plain Python, for the same forward again: attributes of its modules, and
-the states of generators of random numbers.
+"""What a forward finds in plain Python, for the same forward again: attributes of its modules, the
+states of generators of random numbers, and the variables of the context.
 
     found = Attributes(owners_of(module))      # before the forward
     ...
@@ -16,21 +16,16 @@ two.
 """
 
 import random
-from collections import deque
 from collections.abc import Iterable, Sequence
+from contextvars import copy_context
 from typing import Any
 
 import numpy
-import torch
 from torch import nn
 
-from .arguments import PLAIN_TYPES
-from .reach import GENERATORS
+from .reach import GENERATORS, NOT_THERE, TORCHS_OWN, same
 
 Owner = dict[str, Any]  # the attributes of one object
-
-TORCHS_OWN = frozenset(vars(nn.Module())) - {"training"} | {"forward", "_compiled_call_impl"}
-_NOT_THERE = object()
 
 
 def owners_of(module: nn.Module, objects: Iterable[Any] = ()) -> list[Owner]:
@@ -55,6 +50,7 @@ class Attributes:
     """Attributes and generators at one moment. See Note [Objects]."""
 
     def __init__(self, owners: Sequence[Owner]) -> None:
+        self.context = copy_context()  # for copies of it to run in
         self._owners = [(owner, owner.copy()) for owner in owners]
         kinds = GENERATORS
         own = {
@@ -76,8 +72,8 @@ class Attributes:
         """The name of an attribute that has another value at another moment."""
         for (_, mine), (_, others) in zip(self._owners, other._owners, strict=True):
             for name in mine.keys() | others.keys():
-                a, b = mine.get(name, _NOT_THERE), others.get(name, _NOT_THERE)
-                if name not in TORCHS_OWN and not _same(a, b):
+                a, b = mine.get(name, NOT_THERE), others.get(name, NOT_THERE)
+                if name not in TORCHS_OWN and not same(a, b):
                     return name
         return ""
 
@@ -94,8 +90,8 @@ class Attributes:
         states = {id(g): state for g, state in other._generators}
         return (
             self._python != other._python
-            or not _same(self._numpy, other._numpy)
-            or any(not _same(state, states.get(id(g), state)) for g, state in self._generators)
+            or not same(self._numpy, other._numpy)
+            or any(not same(state, states.get(id(g), state)) for g, state in self._generators)
         )
 
     def put_back(self) -> None:
@@ -104,36 +100,11 @@ class Attributes:
             for name in owner.keys() - before.keys() - TORCHS_OWN:
                 del owner[name]
             for name, value in before.items():
-                if owner.get(name, _NOT_THERE) is not value and name not in TORCHS_OWN:
+                if owner.get(name, NOT_THERE) is not value and name not in TORCHS_OWN:
                     owner[name] = value
         for generator, state in self._generators:
             GENERATORS[type(generator)][1](generator, state)
         if random.getstate() != self._python:
             random.setstate(self._python)
-        if not _same(numpy.random.get_state(), self._numpy):
+        if not same(numpy.random.get_state(), self._numpy):
             numpy.random.set_state(self._numpy)
-
-
-def _same(a: Any, b: Any) -> bool:
-    """Whether two values are the same, bit for bit; of objects that cannot be told: yes."""
-    if a is b:
-        return True
-    if type(a) is not type(b):
-        return False
-    if isinstance(a, torch.Tensor):
-        alike = a.shape == b.shape and a.dtype == b.dtype and a.device == b.device
-        return alike and same_tensors(a.detach(), b.detach())
-    if isinstance(a, numpy.ndarray):
-        return bool(numpy.array_equal(a, b, equal_nan=a.dtype.kind in "fc"))
-    if isinstance(a, list | tuple | deque):
-        return len(a) == len(b) and all(map(_same, a, b))
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(_same(value, b[key]) for key, value in a.items())
-    if isinstance(a, (*PLAIN_TYPES, set, frozenset)):
-        return bool(a == b) or (a != a and b != b)
-    return True
-
-
-def same_tensors(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Bit for bit, except for the kind of a NaN."""
-    return torch.equal(a, b) or bool(((a == b) | ((a != a) & (b != b))).all())

@@ -11,10 +11,10 @@ from autograd's threads, under the GIL.
 Note [Recomputation]. It is torch.utils.checkpoint's, non-reentrant, which keeps random numbers and
 autocast as they were. Our saved-tensor hooks lie above its own in both runs, so parameters are kept
 by unit (saved.py). All tensors go through checkpoint as positional arguments, so that the hooks
-below see each of them as a saved tensor. Attributes, generators of random numbers, buffers, caches
-and containers are in the second run as they were before the first, so nothing is counted twice. A
-forward that changes a parameter in place is not run again. Where it first does so after the trial,
-there is no older value: the second run must leave the parameter as it was.
+below see each of them as a saved tensor. Attributes, generators of random numbers, buffers, caches,
+containers and the context are in the second run as they were before the first, so nothing is
+counted twice. A forward that changes a parameter in place is not run again. Where it first does so
+after the trial, there is no older value: the second run must leave the parameter as it was.
 
 Note [Proof]. Before a unit is computed again for the first time, in training and in evaluation
 mode, a trial shows that a second run gives the same (trial.py). Where it does not, the unit keeps
@@ -104,7 +104,7 @@ class PlannedForward:
         self._verdicts = Verdicts(module, self.plain)
         self.compiler: Any = None  # of the forward that runs now
         self.inputs = Inputs()
-        self._proved: set[Any] = set()  # modes and attributes of modules; see Note [Proof]
+        self._proved: set[Any] = set()  # forms of module and arguments; see Note [Proof]
         self._layers = layers_of(module)
         self._logged_reason = ""
         module.forward = self
@@ -176,7 +176,7 @@ class PlannedForward:
         verdict = self.verdict(arguments, batch)
         count = min(self.unit.slices, batch)
         cut_ones = verdict.cut if count > 1 and verdict is not None and not verdict.reason else None
-        form = form_of(self.module)
+        form = form_of(self.module), arguments.form
         if form not in self._proved or not self.unit.may_recompute:
             if cut_ones is None and not self._may_repeat(arguments):  # slices: a verdict is a proof
                 return self.keeping(args, kwargs)
@@ -367,7 +367,8 @@ class _Call:
             try:
                 self._attributes.put_back()
                 with self._found.again(), self._parameters_again():
-                    planned.run(self._compiler, args, kwargs)
+                    context = self._attributes.context.copy()
+                    context.run(planned.run, self._compiler, args, kwargs)
             finally:
                 now.put_back()
         except Exception as error:

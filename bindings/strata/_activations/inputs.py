@@ -195,12 +195,6 @@ class Before:
         """Frees the other copies."""
         self.values = {n: value for n, value in self.values.items() if n in names}
 
-    def put_in(self) -> None:
-        """Gives parameters the values that were copied."""
-        for name, value in self.values.items():
-            if not _is_same(self._params[name], value):
-                self._params[name].detach().copy_(value)
-
     @contextlib.contextmanager
     def undone(self) -> Iterator[None]:
         """At the end those that were copied are as they were, their version counters too."""
@@ -211,7 +205,9 @@ class Before:
             try:
                 yield
             finally:
-                self.put_in()
+                for name, value in self.values.items():
+                    if not _is_same(self._params[name], value):
+                        self._params[name].detach().copy_(value)
 
 
 class Parameters:

@@ -1,24 +1,31 @@
 """What a forward may change in plain Python besides the attributes of its modules.
 
-    reach = Reach(roots_of(modules, owners))     # before the forward
+    reach = Reach([("forward", forward), ("argument", argument)], owners)     # before the forward
     name = reach.iterator                # "" where no iterator can be reached
     name = reach.changed()               # after it: "" where all is as it was
     reach.put_back()
 
 Use from one thread at a time.
 
-Note [Reach]. Attributes are followed through containers, objects and closures, to arrays, tensors
-and generators of random numbers. So are the attributes of classes, and the globals that a function
-names; those of the functions among them, too, and no further. Left alone are modules, parameters,
-and what belongs to Python, torch, NumPy or strata: so the state within a C++ object or a module of
-Python is neither seen nor put back.
+Note [Reach]. The forward, its arguments and the variables of the context are followed through
+attributes, containers, objects and closures, to arrays, tensors and generators of random numbers.
+So are the attributes of classes, and the globals that a function names; those of the functions
+among them, too, and no further. A module of somebody else (a parent, a helper in a list) is
+followed like the forward's own, with its buffers and the modules below it. Left alone are
+parameters, and what belongs to Python, torch, NumPy or strata: so the state within a C++ object or
+a module of Python is neither seen nor put back. Nor is what a ContextVar is set to: trial.py runs
+forwards in a copy of the context.
+
+Note [Caches of functions]. What functools.lru_cache keeps can be emptied, but not copied. A cache
+that was empty is emptied when the trial is over, and not between its runs: the second one finds in
+it what a second run in the backward would find. One that held something keeps what a trial adds.
 """
 
 import functools
 import random
 import types
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,7 +43,10 @@ FOREIGN = frozenset(
     {"builtins", "contextlib", "enum", "functools", "io", "itertools", "logging", "multiprocessing"}
     | {"numpy", "queue", "re", "strata", "threading", "torch", "typing", "weakref"}
 )
-_NOT_THERE = object()
+# torch's own attributes of a module: its parameters, buffers, modules and hooks.
+TORCHS_OWN = frozenset(vars(nn.Module())) - {"training"} | {"forward", "_compiled_call_impl"}
+NOT_THERE = object()
+CACHE = type(functools.lru_cache(lambda: None))
 
 # Generators of random numbers: how each tells its state, and takes it.
 GENERATORS: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]] = {
@@ -63,14 +73,21 @@ class _Held:
     give: Callable[[Any, Any], None]
     before: Any
 
+    def is_changed(self) -> bool:
+        return not same(self.take(self.thing), self.before, strict=True)
+
 
 class Reach:
     """All that can be reached, at one moment. See Note [Reach]."""
 
-    def __init__(self, roots: Iterable[tuple[str, Any]]) -> None:
-        """`roots`: what is followed, by the names that the user would know them by."""
+    def __init__(self, roots: Iterable[tuple[str, Any]], owners: Iterable[dict[str, Any]]) -> None:
+        """`roots`: what is followed, by the names that the user would know them by; `owners`: the
+        attributes that attributes.py holds, with the generators among them."""
         self.iterator = ""
+        self.modules: list[nn.Module] = []  # of somebody else
+        self._owners = {id(owner) for owner in owners}
         self._held: list[_Held] = []
+        self._empty: list[Any] = []  # caches of functions, which cannot be copied
         self._seen: dict[int, Any] = {}  # keeps them alive, so that ids stay theirs
         ahead = [(name, value, 0) for name, value in roots]
         while ahead and len(self._seen) < REACH_MAX:
@@ -82,13 +99,19 @@ class Reach:
 
     def changed(self) -> str:
         """The name by which something was reached that holds something else now."""
-        return next((h.name for h in self._held if not same_values(h.take(h.thing), h.before)), "")
+        return next((h.name for h in self._held if h.is_changed()), "")
 
     def put_back(self) -> None:
         """Everything holds again what it held."""
         for held in self._held:
-            if not same_values(held.take(held.thing), held.before):
+            if held.is_changed():
                 held.give(held.thing, held.before)
+
+    def empty_caches(self) -> None:
+        """Those are empty again that were."""
+        for cache in self._empty:
+            if cache.cache_info().currsize:
+                cache.cache_clear()
 
     def _hold(self, name: str, thing: Any, take: Any, give: Any) -> Any:
         before = take(thing)
@@ -98,12 +121,14 @@ class Reach:
     def _follow(self, name: str, thing: Any, depth: int) -> Iterator[tuple[str, Any, int]]:
         """Notes what the thing holds. Returns what is reached from it."""
         reached: Iterable[tuple[str, Any]] = ()
-        if isinstance(thing, dict):
-            found = self._hold(name, thing, lambda d: list(dict.items(d)), _give_items)
+        if id(thing) in self._owners:
+            reached = self._of_owner(thing)
+        elif isinstance(thing, dict):
+            found = self._hold(name, thing, lambda d: tuple(dict.items(d)), _give_items)
             reached = ((name, value) for _, value in found)
         elif isinstance(thing, list | deque | set):
             base: Any = next(t for t in (list, deque, set) if isinstance(thing, t))
-            reached = ((name, v) for v in self._hold(name, thing, list, _give_to(base)))
+            reached = ((name, v) for v in self._hold(name, thing, tuple, _give_to(base)))
         elif isinstance(thing, tuple | frozenset):
             reached = ((name, value) for value in thing)
         elif isinstance(thing, bytearray):
@@ -121,6 +146,10 @@ class Reach:
             reached = ((name, thing.__self__), (name, thing.__func__))
         elif isinstance(thing, functools.partial):
             reached = ((name, thing.func), (name, thing.args), (name, thing.keywords))
+        elif isinstance(thing, CACHE):
+            if not _is_foreign(thing) and not thing.cache_info().currsize:
+                self._empty.append(thing)
+            reached = [(name, thing.__wrapped__)]
         elif isinstance(thing, types.CellType):
             reached = ((name, v) for v in self._hold(name, thing, _cell_contents, _give_cell))
         elif isinstance(thing, types.FunctionType):
@@ -134,13 +163,35 @@ class Reach:
         elif hasattr(type(thing), "__next__"):
             if type(thing).__module__ != "_io":
                 self.iterator = self.iterator or name
-        elif not isinstance(thing, nn.Module | types.ModuleType) and not _is_foreign(type(thing)):
-            own = getattr(thing, "__dict__", None)
-            if type(own) is dict:
-                reached = [(name, own)]
+        elif isinstance(thing, nn.Module):
+            reached = self._of_module(name, thing)
+        elif not isinstance(thing, types.ModuleType) and not _is_foreign(type(thing)):
             slots = self._hold(name, thing, _slot_values, _give_slots)
-            reached = [*reached, *((name, value) for _, value in slots), (name, type(thing))]
+            reached = [*((name, value) for _, value in slots), (name, type(thing))]
         yield from ((n, value, depth) for n, value in reached)
+        own = getattr(thing, "__dict__", None)
+        left_alone = isinstance(thing, nn.Module | types.ModuleType) or _is_foreign(type(thing))
+        if type(own) is dict and not left_alone:
+            yield name, own, depth
+
+    def _of_owner(self, owner: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+        for name, value in owner.items():
+            if name not in TORCHS_OWN and type(value) not in GENERATORS:
+                yield name, value
+
+    def _of_module(self, name: str, module: nn.Module) -> Iterator[tuple[str, Any]]:
+        own = vars(module)
+        if id(own) in self._owners:
+            yield name, own
+        else:
+            self.modules.append(module)
+            found = self._hold(name, own, _module_values, _give_module)
+            yield from ((f"{name}.{n}", value) for n, value in found)
+            yield name, own.get("_buffers")
+            yield from ((f"{name}.{n}", m) for n, m in own.get("_modules", {}).items())
+        for kind in type(module).__mro__:
+            yield kind.__name__, kind
+            yield from _functions(kind).items()
 
     def _of_function(self, name: str, function: types.FunctionType) -> Iterator[tuple[str, Any]]:
         yield from ((name, cell) for cell in function.__closure__ or ())
@@ -151,55 +202,45 @@ class Reach:
         yield from self._hold(name, space, functools.partial(_taken, names), _give_globals)
 
 
-def roots_of(
-    modules: Iterable[nn.Module], owners: Iterable[dict[str, Any]], left_out: Collection[str]
-) -> Iterator[tuple[str, Any]]:
-    """What the forwards of modules start from: attributes, classes, and the functions that a
-    forward names. A generator that is an attribute is left out, for attributes.py knows it."""
-    for owner in owners:
-        for name, value in owner.items():
-            if name not in left_out and type(value) not in GENERATORS:
-                yield name, value
-    for kind in {kind: None for module in modules for kind in type(module).__mro__}:
-        yield kind.__name__, kind
-        ahead, functions = ["forward"], dict[str, types.FunctionType]()
-        while ahead and not _is_foreign(kind):
-            function = vars(kind).get(name := ahead.pop())
-            if isinstance(function, types.FunctionType) and name not in functions:
-                functions[name] = function
-                ahead += _names(function.__code__)
-        yield from functions.items()
+def _functions(kind: type) -> dict[str, Any]:
+    """The forward of a class of modules, and the functions of that class that it names."""
+    ahead, functions = ["forward"], dict[str, Any]()
+    while ahead and not _is_foreign(kind):
+        function = vars(kind).get(name := ahead.pop())
+        plain = function.__wrapped__ if isinstance(function, CACHE) else function
+        if isinstance(plain, types.FunctionType) and name not in functions:
+            functions[name] = function
+            ahead += _names(plain.__code__)
+    return functions
 
 
-def same_values(a: Any, b: Any) -> bool:
-    """Whether two snapshots hold the very same objects, or equal plain values."""
-    if isinstance(a, list) and isinstance(b, list):
-        return len(a) == len(b) and all(map(_same_value, a, b))
-    return _same_value(a, b)
-
-
-def _same_value(a: Any, b: Any) -> bool:
+def same(a: Any, b: Any, strict: bool = False) -> bool:
+    """Whether two values are the same, bit for bit. Two objects of one type are, and so are two
+    lists of the same; if `strict`, only the very same ones are."""
     if a is b:
         return True
     if type(a) is not type(b):
         return False
     if isinstance(a, torch.Tensor):
-        return a.shape == b.shape and a.dtype == b.dtype and torch.equal(_bytes(a), _bytes(b))
+        alike = a.shape == b.shape and a.dtype == b.dtype and a.device == b.device
+        return alike and same_tensors(a.detach(), b.detach())
     if isinstance(a, numpy.ndarray):
         if a.dtype.hasobject:
-            return all(x is y for x, y in zip(a.flat, b.flat, strict=True))
-        return a.tobytes() == b.tobytes()
-    if isinstance(a, tuple):
-        return len(a) == len(b) and all(map(_same_value, a, b))
+            a, b = list(a.flat), list(b.flat)
+            return len(a) == len(b) and all(same(x, y, strict) for x, y in zip(a, b, strict=True))
+        return a.shape == b.shape and a.dtype == b.dtype and a.tobytes() == b.tobytes()
+    if isinstance(a, tuple) or (isinstance(a, list | deque) and not strict):
+        return len(a) == len(b) and all(same(x, y, strict) for x, y in zip(a, b, strict=True))
     if isinstance(a, dict):
-        return a.keys() == b.keys() and all(_same_value(v, b[k]) for k, v in a.items())
-    if isinstance(a, (*PLAIN_TYPES, bytes)):
+        return a.keys() == b.keys() and all(same(v, b[k], strict) for k, v in a.items())
+    if isinstance(a, PLAIN_TYPES) or (isinstance(a, set | frozenset) and not strict):
         return bool(a == b) or (a != a and b != b)
-    return False
+    return not strict
 
 
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().cpu().reshape(-1).view(torch.uint8)
+def same_tensors(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Bit for bit, except for the kind of a NaN."""
+    return torch.equal(a, b) or bool(((a == b) | ((a != a) & (b != b))).all())
 
 
 def _is_foreign(thing: Any) -> bool:
@@ -214,26 +255,36 @@ def _names(code: types.CodeType) -> Iterator[str]:
             yield from _names(inner)
 
 
-def _taken(names: tuple[str, ...], space: dict[str, Any]) -> list[tuple[str, Any]]:
-    return [(name, space.get(name, _NOT_THERE)) for name in names]
+def _taken(names: tuple[str, ...], space: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
+    return tuple((name, space.get(name, NOT_THERE)) for name in names)
 
 
-def _give_globals(space: dict[str, Any], before: list[tuple[str, Any]]) -> None:
+def _give_globals(space: dict[str, Any], before: Iterable[tuple[str, Any]]) -> None:
     for name, value in before:
-        if value is not _NOT_THERE:
+        if value is not NOT_THERE:
             space[name] = value
         elif name in space:
             del space[name]
 
 
-def _give_items(thing: dict[Any, Any], before: list[tuple[Any, Any]]) -> None:
+def _module_values(own: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
+    return tuple((name, value) for name, value in own.items() if name not in TORCHS_OWN)
+
+
+def _give_module(own: dict[str, Any], before: tuple[tuple[str, Any], ...]) -> None:
+    for name in own.keys() - dict(before).keys() - TORCHS_OWN:
+        del own[name]
+    own.update(before)
+
+
+def _give_items(thing: dict[Any, Any], before: Iterable[tuple[Any, Any]]) -> None:
     dict.clear(thing)
     for key, value in before:
         dict.__setitem__(thing, key, value)
 
 
-def _give_to(base: Any) -> Callable[[Any, list[Any]], None]:
-    def give(thing: Any, before: list[Any]) -> None:
+def _give_to(base: Any) -> Callable[[Any, Iterable[Any]], None]:
+    def give(thing: Any, before: Iterable[Any]) -> None:
         base.clear(thing)
         (base.update if base is set else base.extend)(thing, before)
 
@@ -257,34 +308,34 @@ def _give_tensor(tensor: torch.Tensor, before: torch.Tensor) -> None:
         tensor.detach().copy_(before)
 
 
-def _cell_contents(cell: types.CellType) -> list[Any]:
+def _cell_contents(cell: types.CellType) -> tuple[Any, ...]:
     try:
-        return [cell.cell_contents]
+        return (cell.cell_contents,)
     except ValueError:  # empty
-        return []
+        return ()
 
 
-def _give_cell(cell: types.CellType, before: list[Any]) -> None:
+def _give_cell(cell: types.CellType, before: tuple[Any, ...]) -> None:
     if before:
         cell.cell_contents = before[0]
     else:
         del cell.cell_contents
 
 
-def _class_values(kind: type) -> list[tuple[str, Any]]:
+def _class_values(kind: type) -> tuple[tuple[str, Any], ...]:
     """Attributes of a class that are no part of how it is made."""
-    return [
+    return tuple(
         (name, value)
         for name, value in vars(kind).items()
         if not name.startswith("__") and not hasattr(type(value), "__get__")
-    ]
+    )
 
 
-def _give_class(kind: type, before: list[tuple[str, Any]]) -> None:
+def _give_class(kind: type, before: tuple[tuple[str, Any], ...]) -> None:
     for name in dict(_class_values(kind)).keys() - dict(before).keys():
         delattr(kind, name)
     for name, value in before:
-        if vars(kind).get(name, _NOT_THERE) is not value:
+        if vars(kind).get(name, NOT_THERE) is not value:
             setattr(kind, name, value)
 
 
@@ -293,20 +344,20 @@ def _slots(thing: Any) -> Iterator[Any]:
         yield from (v for v in vars(kind).values() if isinstance(v, types.MemberDescriptorType))
 
 
-def _slot_values(thing: Any) -> list[tuple[Any, Any]]:
+def _slot_values(thing: Any) -> tuple[tuple[Any, Any], ...]:
     found = []
     for slot in _slots(thing):
         try:
             found.append((slot, slot.__get__(thing)))
         except AttributeError:
-            found.append((slot, _NOT_THERE))
-    return found
+            found.append((slot, NOT_THERE))
+    return tuple(found)
 
 
-def _give_slots(thing: Any, before: list[tuple[Any, Any]]) -> None:
+def _give_slots(thing: Any, before: Iterable[tuple[Any, Any]]) -> None:
     now = dict(_slot_values(thing))
     for slot, value in before:
-        if value is not _NOT_THERE:
+        if value is not NOT_THERE:
             slot.__set__(thing, value)
-        elif now[slot] is not _NOT_THERE:
+        elif now[slot] is not NOT_THERE:
             slot.__delete__(thing)

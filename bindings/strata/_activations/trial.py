@@ -7,13 +7,15 @@
         ...                                   # slicing.py says how
 
 A trial runs the forward where memory is needed, and nowhere else. It runs on copies of arguments,
-keeps nothing for a backward, and leaves nothing behind: attributes, buffers, parameters and
-generators of random numbers are put back, and hooks of the user on modules are not called.
+keeps nothing for a backward, and leaves nothing behind: attributes, buffers, parameters,
+generators of random numbers and what else the forward can reach (reach.py) are put back, variables
+of the context are set in a copy of it, and hooks of the user on modules are not called.
 
 Note [Again]. A forward may be computed again where two runs that find the same leave the same:
 output, attributes and generators, bit for bit. It may not where it takes from an iterator, or
-changes parameters, its arguments, or what lies deeper than attributes (reach.py): a second run
-would do that twice. It is tried again when attributes come, or get another type.
+changes parameters, its arguments, a ContextVar, or what lies deeper than attributes (reach.py): a
+second run would do that twice. It is tried again when attributes or arguments come, or get another
+type.
 
 Note [Slices]. A forward may run on slices where every row of the output depends on the same row of
 the input only. Nothing says so, so it is tried:
@@ -33,6 +35,7 @@ Use from the thread that trains.
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from contextvars import Context
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,15 +45,20 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from .._torch_compat import GLOBAL_HOOKS, BatchNorm
 from .arguments import Arguments
-from .attributes import TORCHS_OWN, Attributes, owners_of, same_tensors
+from .attributes import Attributes, owners_of
 from .inputs import Buffers, Parameters
-from .reach import Reach, roots_of
+from .reach import NOT_THERE, Reach, same, same_tensors
 from .slicing import Verdict, batch_size, cut, is_cut
 
 ROUNDING = 16  # units in the last place that two ways to sum may differ by ...
 ROUNDING_MIN = 1e-3  # ... or this share: sums over thousands of float32 values
 PARTS = 16
 SAMPLE = 4096  # elements that tell how large the values of a tensor are
+UNEXPLAINED = (
+    "Nothing that strata puts back explains that. The trial called the forward twice more than you "
+    "did: where it counts or draws in a place that strata cannot see, that went on too. "
+    'activations="keep" makes no trial'
+)
 # A module's own hooks, by the names that torch gives them.
 MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -92,9 +100,7 @@ class Verdicts:
     def _kind(self, arguments: Arguments, batch: int) -> Any:
         """What arguments of one kind have in common: all but sizes and values."""
         tensors = tuple((t.dim(), t.dtype, is_cut(t, batch)) for t in arguments.tensors)
-        flags = tuple(p for p in arguments.plain if p is None or isinstance(p, bool | str))
-        others = tuple(type(other) for other in arguments.others)
-        return tensors, flags, others, tuple(m.training for m in self._module.modules())
+        return tensors, arguments.form, tuple(m.training for m in self._module.modules())
 
     def _obstacle(self, arguments: Arguments) -> str:
         """What can be told without a trial."""
@@ -148,9 +154,9 @@ def why_not_again(module: nn.Module, forward: Callable[..., Any], arguments: Arg
             a, b = first.output, second.output
             alike = a.plain == b.plain and len(a.tensors) == len(b.tensors)
             if not alike or not all(map(_is_same, a.tensors, b.tensors)):
-                return "its forward gives another output the second time"
+                return f"its forward gives another output the second time. {UNEXPLAINED}"
             if what := first.after.differing(second.after):
-                return f"its forward leaves {what} otherwise the second time"
+                return f"its forward leaves {what} otherwise the second time. {UNEXPLAINED}"
             return ""
     except _RefusedError as refused:
         return str(refused)
@@ -195,9 +201,13 @@ class _Trial:
         self._arguments = arguments
         self._owners = owners_of(module, arguments.others)
         self._found = Attributes(self._owners)
-        self._reach = Reach(
-            [("forward", forward), *roots_of(module.modules(), self._owners, TORCHS_OWN)]
-        )
+        roots = [
+            *((variable.name, value) for variable, value in self._found.context.items()),
+            *((f"argument of type {type(o).__name__}", o) for o in arguments.others),
+            *((type(inner).__name__, inner) for inner in module.modules()),
+            ("forward", forward),
+        ]
+        self._reach = Reach(roots, self._owners)
         self._buffers = Buffers(module)
         self._found_buffers = self._buffers.taken()
         parameters = Parameters(module)
@@ -216,10 +226,11 @@ class _Trial:
             for context in (
                 saved_tensors_hooks(_drop, _never),
                 _no_cached_casts(),
-                _without_hooks(module),
+                _without_hooks([*module.modules(), *trial._reach.modules]),
             ):
                 stack.enter_context(context)
             stack.enter_context(trial._parameters.undone())
+            stack.callback(trial._reach.empty_caches)
             stack.callback(trial._put_back)
             yield trial
 
@@ -235,11 +246,14 @@ class _Trial:
         args, kwargs = nest = self._arguments.filled(mine)
         with self._found_buffers.again(), torch.random.fork_rng(self._devices):
             buffers, before = self._buffers.taken(), self._random_state()
-            result = self._forward(*args, **kwargs)
+            context = found.context.copy()
+            result = context.run(self._forward, *args, **kwargs)
             draws = not all(map(torch.equal, before, self._random_state()))
             changed = buffers.changed()
         if name := self._reach.changed():
             raise _RefusedError(f"its forward changes what {name!r} holds")
+        if name := _changed_variable(found.context, context):
+            raise _RefusedError(f"its forward sets the ContextVar {name!r}")
         for name in self._parameters.changed():
             raise _RefusedError(f"its forward changes the parameter {name!r}")
         now = Arguments(nest, self._arguments.layers)
@@ -268,6 +282,15 @@ class _Trial:
         return [torch.get_rng_state(), *(torch.cuda.get_rng_state(d) for d in self._devices)]
 
 
+def _changed_variable(before: Context, after: Context) -> str:
+    """The name of a variable that has another value after than before; "" where none has."""
+    for variable in {**before, **after}:
+        a, b = before.get(variable, NOT_THERE), after.get(variable, NOT_THERE)
+        if not same(a, b, strict=True):
+            return variable.name
+    return ""
+
+
 def _drop(_: torch.Tensor) -> None:
     """In the place of what autograd saves."""
 
@@ -282,19 +305,19 @@ def _refuse_iterator(name: str) -> None:
 
 
 @contextmanager
-def _without_hooks(module: nn.Module) -> Iterator[None]:
-    """Without hooks on modules, the module's own and those of all modules, except those by which
-    torch itself makes a weight or a DTensor."""
+def _without_hooks(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Without the user's hooks on these modules and on all modules. Those stay by which torch
+    makes a weight or a DTensor, and by which strata enters a unit."""
     own = [
         (vars(inner), name, hooks)
-        for inner in module.modules()
+        for inner in modules
         for name in MODULE_HOOKS
         if (hooks := vars(inner).get(name))
     ]
     everywhere = [(hooks, hooks.copy()) for hooks in GLOBAL_HOOKS]
     try:
         for owner, name, hooks in own:
-            owner[name] = OrderedDict((k, h) for k, h in hooks.items() if _is_torchs(h))
+            owner[name] = OrderedDict((k, h) for k, h in hooks.items() if _is_ours(h))
         for hooks, _ in everywhere:
             hooks.clear()
         yield
@@ -305,9 +328,10 @@ def _without_hooks(module: nn.Module) -> Iterator[None]:
             hooks.update(before)
 
 
-def _is_torchs(hook: Any) -> bool:
+def _is_ours(hook: Any) -> bool:
+    """Whether torch's or strata's."""
     defined = getattr(hook, "__module__", None) or type(hook).__module__
-    return str(defined).startswith("torch.")
+    return str(defined).startswith(("torch.", "strata._hooks."))
 
 
 def _own(tensors: Sequence[torch.Tensor], cached: set[int]) -> list[int]:

@@ -31,6 +31,12 @@ Note [Smaller]. Where units are computed again,
    recorded in its place, starts with all units computed again and inputs away, and from the
    second time on with twice as many slices.
 
+Note [Help]. Slices divide what their own unit saves, and nothing else: not what other units keep,
+nor what a forward saves whatever the rows are. What halving the batch does not free will not be
+freed by more of it. Where a backward would have no room on SLICES_MAX slices, or on as many as the
+batch has rows, its unit is recorded on no more slices than its forward took, and the planner finds
+what else there is.
+
 Use from the thread that trains.
 """
 
@@ -53,6 +59,9 @@ if TYPE_CHECKING:
 
 TRIES_MAX = 6  # recorded steps that run out of memory, one after the other
 NO_MEMORY = "ran out of memory"
+NO_ROOM = "has a backward that needs more than is left of the device"
+NO_HELP = "has a backward that has no room on more slices either"
+SLICES_MAX = 64  # that an estimate asks for: each takes time, however few rows it has
 SLACK = 1.25  # of the room for inputs
 WORKING_TENSORS = 3  # of a backward, as large as the largest one that is saved
 BYTES_MIN = 4096  # of a tensor that is worth counting
@@ -152,6 +161,9 @@ class Recording:
         """The forward of a unit that may be recomputed: as it is, or on as many slices as it
         takes."""
         unit, recorder = planned.unit, self._state.recorder
+        first = enough = unit.slices  # enough: with fewer the forward ran out of memory
+        slice_bytes: list[int] = []  # with once, twice, four times as many slices
+        settled = False
         while True:
             arguments = planned.arguments(args, kwargs)
             if unit.activation == "keep" and not self._fits(planned, arguments.in_memory):
@@ -161,9 +173,8 @@ class Recording:
                 self._place_inputs(unit, arguments.in_memory)
             found = planned.buffers.taken()
             mark = recorder.mark()
-            swapping = planned.hooks.swapping
-            stayed = swapping.kept_for_room
-            ran_out: str | None = None
+            stayed = planned.hooks.swapping.kept_for_room
+            why = ""
             output = None
             keeps = unit.activation == "keep"
             try:
@@ -173,25 +184,33 @@ class Recording:
                 else:
                     output = planned.recomputing(arguments, args, kwargs)
             except torch.OutOfMemoryError as error:
-                ran_out = NO_MEMORY
+                why = NO_MEMORY
                 may_cut = repeatable and self._may_cut(planned, args, kwargs, batch)
                 if not (may_cut or (keeps and repeatable and unit.may_recompute)):
                     self._ran_out = True
                     error.add_note(self._advice(unit, batch))
                     raise
-            if ran_out is None:
-                if swapping.kept_for_room > stayed:
+            if not why:
+                if planned.hooks.swapping.kept_for_room > stayed:
                     unit.activation = "recompute"  # what the trace says must be what happened
                 saved = recorder.saved_since(mark)
                 self._learn(planned, sum(saved))
                 inputs = sum(t.nbytes for t in arguments.in_memory)
                 if keeps or unit.activation == "keep":
                     return output
-                if self._kept_any() or self._backward_bytes(unit, inputs, saved) <= self._left():
+                slice_bytes.append(self._slice_bytes(unit, saved))
+                needed = self._whole_bytes(unit, inputs, unit.slices) + slice_bytes[-1]
+                fits = settled or self._kept_any() or needed <= self._left()
+                helps = not fits and self._slices_help(unit, inputs, slice_bytes, batch)
+                settled = not (helps and repeatable and self._may_cut(planned, args, kwargs, batch))
+                if fits or (settled and unit.slices == enough):
+                    self._note_slices(unit, first, enough)
                     return output
-                if not (repeatable and self._may_cut(planned, args, kwargs, batch)):
-                    return output
-                ran_out = "has a backward that needs more than is left of the device"
+                why = (
+                    NO_HELP
+                    if settled
+                    else "has a backward that needs more than the device has left"
+                )
             output = None
             found.put_back()
             recorder.drop_to(mark)
@@ -200,11 +219,12 @@ class Recording:
             if keeps and unit.may_recompute:
                 self._compute_again()
                 continue
-            unit.slices = min(2 * unit.slices, batch)
+            unit.slices = enough if settled else min(2 * unit.slices, batch)
+            if why == NO_MEMORY:
+                enough = unit.slices
+                slice_bytes.clear()
             self.squeezed = self.squeezed or self._kept_any()
-            if not self.squeezed and (ran_out == NO_MEMORY or self._limited):
-                self.slices_min = max(self.slices_min, unit.slices)
-            log.info("%s %s: recorded on %d slices", unit.name, ran_out, unit.slices)
+            log.info("%s %s: recorded on %d slices", unit.name, why, unit.slices)
 
     def _compute_again(self) -> None:
         """From this unit on there is no room to keep activations."""
@@ -289,14 +309,34 @@ class Recording:
         """Whether PyTorch's allocator refuses what passes the budget."""
         return self._state.device.type == "cuda"
 
-    def _backward_bytes(self, unit: Unit, inputs: int, saved: Sequence[int]) -> int:
-        """What a backward is expected to take. See Note [Smaller]."""
-        slice_bytes = sum(saved) // unit.slices
+    def _slice_bytes(self, unit: Unit, saved: Sequence[int]) -> int:
+        """What a backward is expected to take that slices divide. See Note [Smaller]."""
+        working = WORKING_TENSORS * max(saved, default=0) if self._limited else 0
+        return sum(saved) // unit.slices + working
+
+    def _whole_bytes(self, unit: Unit, inputs: int, slices: int) -> int:
+        """What it is expected to take beside that."""
         if not self._limited:
-            return slice_bytes
+            return 0
         grads = sum(p.nbytes for i in unit.params if (p := self._state.params[i]).requires_grad)
-        once = grads if unit.slices == 1 else 3 * grads
-        return inputs + slice_bytes + WORKING_TENSORS * max(saved, default=0) + once
+        return inputs + (grads if slices == 1 else 3 * grads)
+
+    def _slices_help(self, unit: Unit, inputs: int, slice_bytes: Sequence[int], batch: int) -> bool:
+        """Whether a backward could have room on more slices. See Note [Help].
+
+        `slice_bytes`: what one slice took, with each number of slices that was tried.
+        """
+        last = slice_bytes[-1]
+        least = last * unit.slices // max(1, min(batch, SLICES_MAX))
+        if len(slice_bytes) > 1:
+            least = max(least, 2 * last - slice_bytes[-2])
+        return self._whole_bytes(unit, inputs, 2 * unit.slices) + least <= self._left()
+
+    def _note_slices(self, unit: Unit, first: int, enough: int) -> None:
+        """A forward was recorded on slices that plans have to have, too."""
+        grown = unit.slices > first and (enough > first or self._limited)
+        if grown and not self.squeezed:
+            self.slices_min = max(self.slices_min, unit.slices)
 
     def _left(self, held: int | None = None) -> int:
         """Bytes of the device beside pages and what PyTorch holds, by default now."""
