@@ -55,7 +55,7 @@ TEST(RankSimulator, TheBitsAreThoseOfOneTrainingInPlainMemory) {
   EXPECT_GT(pieces, 0U);
   EXPECT_GT(skipped, 0U) << "no step was skipped";
   EXPECT_GT(looks, 0U) << "nobody looked at gradients";
-  EXPECT_GT(early, 0U) << "no update began in a backward";
+  EXPECT_GE(early, of_all_seeds(1U)) << "no update began in a backward";
   EXPECT_GT(lagging, 0U) << "no update was ever late";
 }
 

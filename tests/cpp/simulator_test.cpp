@@ -47,8 +47,8 @@ TEST_P(Simulator, NuisancesChangeNothing) {
   });
   EXPECT_GT(faults, 0U) << "the disk was never used";
   if (replays()) return;
-  EXPECT_GT(came_back, 0U) << "no activation was swapped";
-  EXPECT_GT(demotions, 0U) << "room was never short";
+  EXPECT_GE(came_back, of_all_seeds(1U)) << "no activation was swapped";
+  EXPECT_GE(demotions, of_all_seeds(1U)) << "room was never short";
   EXPECT_GE(snapshots, of_all_seeds(seeds.on(GetParam()) / 2))
       << "hardly any snapshot was complete";
   EXPECT_GE(went_back, of_all_seeds(seeds.on(GetParam()) / 16))
