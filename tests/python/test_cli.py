@@ -28,7 +28,7 @@ from strata._errors import nearest_option
 
 ENVIRONMENT = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
 COMMAND = [sys.executable, "-m", "strata"]
-HEAVY = ("torch", "numpy", "transformers", "matplotlib", "rich")
+HEAVY = ("torch", "numpy", "transformers", "matplotlib", "tqdm")
 
 
 def refused(folder: Path) -> dict[str, str]:

@@ -186,6 +186,18 @@ def test_a_loss_is_chunked_only_where_the_model_leaves_its_logits_alone() -> Non
         assert model.training
 
 
+def test_a_terminal_gets_a_bar(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert cli.main(arguments(place, steps=2)) == 0
+    said, bar = capsys.readouterr()
+    assert "step 2/2" not in said
+    for expected in ("2/2", "tokens/s", "loss", "512 KiB"):
+        assert expected in bar
+    assert "held-out loss after step 2" in said
+
+
 @pytest.mark.thorough
 def test_a_saved_model_is_trained_further(place: Path) -> None:
     assert cli.main(arguments(place, "first", steps=10)) == 0

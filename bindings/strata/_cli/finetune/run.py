@@ -16,7 +16,9 @@ these files, prints and draws, but for the checkpoints, which all write together
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import sys
 from collections.abc import Collection
 from functools import partial
 from pathlib import Path
@@ -44,12 +46,11 @@ from ..models import Choice, choose
 from .check import Wear, check
 from .claim import MODEL_NAME, claim, remove_earlier
 from .data import Data, check_vocabulary, prepare, refuse_others
-from .interrupt import Interrupt
 from .options import Options
 from .picture import draw
 from .ranks import Lead, led, meet
 from .trainer import Finetuner, Follower, training_arguments
-from .view import make_view, opening, plain_needs, summary
+from .view import Bar, Lines, opening, plain_needs, summary
 
 if TYPE_CHECKING:
     from ..._config.ranks import Ranks
@@ -168,13 +169,14 @@ def train(
     """To the last step. False: interrupted, with a checkpoint to continue from."""
     results, state = options.results, wrapped(trainer.model)
     newest = newest_checkpoint(results.output) if results.resume else None
-    done = steps_of(newest)
-    budgets = tier_budgets(state.config)
-    view = make_view(options.training.steps, done, budgets, not results.progress, lead.leads)
-    interrupt = Interrupt(view.note)
-    with Follower(view, interrupt, wear, lead, Path(results.output)) as follower:
+    view = Bar if results.progress and sys.stdout.isatty() else Lines
+    with (
+        contextlib.closing(view(tier_budgets(state.config))) as shown,
+        Follower(wear, lead, Path(results.output)) as follower,
+    ):
+        trainer.add_callback(shown)
         trainer.follow(follower)
-        view.note(opening(state, choice, data))
+        follower.note(opening(state, choice, data))
         if newest:
             trainer.go_on_from(newest)
         else:
