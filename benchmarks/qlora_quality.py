@@ -82,7 +82,7 @@ def run(context: Context) -> Iterator[Figure]:
     """Yields held-out losses, and what each form loses against bfloat16."""
     shape = QUICK if context.quick else FULL
     with context.scratch() as folder:
-        text = prepare(shape, folder)
+        text = prepare(shape)
         seeds = range(context.seed, context.seed + context.rounds)
         found = [one_seed(seed, shape, text, context, folder) for seed in seeds]
     for name in FORMS:

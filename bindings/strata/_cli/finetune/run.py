@@ -97,26 +97,26 @@ def run(options: Options) -> int:
     wear = check(choice, options, device, ranks)
     for sentence in wear.counted():
         log.info("%s", sentence)
-    with prepare(options, choice, output, ranks) as data:
-        choice.adopt(data.tokenizer)
-        set_seed(options.training.seed)
-        trainer = make_trainer(choice, options, data, device)
-        try:
-            trainer.create_optimizer()  # which wraps the model, or refuses to
-            lead = Lead(wrapped(trainer.model))
-            lead.first(lambda: accept(output, options, data))
-            if not train(trainer, choice, options, data, wear, lead):
-                return INTERRUPTED
-            lead.first(lambda: finish(trainer, choice, options, data))
-            return 0
-        except BaseException:
-            if (state := trainer.model.__dict__.get("_strata")) is not None:
-                Lead(state).give_up()
-            raise
-        finally:
-            state = trainer.model.__dict__.get("_strata")
-            if state is not None:
-                state.close()
+    data = prepare(options, choice, output, ranks)
+    choice.adopt(data.tokenizer)
+    set_seed(options.training.seed)
+    trainer = make_trainer(choice, options, data, device)
+    try:
+        trainer.create_optimizer()  # which wraps the model, or refuses to
+        lead = Lead(wrapped(trainer.model))
+        lead.first(lambda: accept(output, options, data))
+        if not train(trainer, choice, options, data, wear, lead):
+            return INTERRUPTED
+        lead.first(lambda: finish(trainer, choice, options, data))
+        return 0
+    except BaseException:
+        if (state := trainer.model.__dict__.get("_strata")) is not None:
+            Lead(state).give_up()
+        raise
+    finally:
+        state = trainer.model.__dict__.get("_strata")
+        if state is not None:
+            state.close()
 
 
 def check_ranks(checkpoint: Path | None, output: Path, ranks: Ranks | None) -> None:
@@ -159,7 +159,7 @@ def accept(output: Path, options: Options, data: Data) -> None:
     takes none away."""
     if not options.results.resume:
         remove_earlier(output)
-    data.keep()
+        data.keep(output)
     options.save(output)
 
 
@@ -268,7 +268,7 @@ def finish(trainer: Finetuner, choice: Choice, options: Options, data: Data) -> 
 def generate(model: Any, options: Options, data: Data) -> str:
     """The prompt and its continuation."""
     tokenizer = data.tokenizer
-    prompt = options.results.prompt or data.prompt
+    prompt = options.results.prompt or data.facts["prompt"]
     device = wrapped(model).device
     tokens = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)["input_ids"]
     tokens = tokens.to(device)

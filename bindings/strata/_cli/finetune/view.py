@@ -1,7 +1,7 @@
 """What a person sees of a run: a progress bar on a terminal, lines elsewhere; what it says at its
 beginning and at its end, beside what plain PyTorch would have needed.
 
-trainer.add_callback(Bar(budgets))                 # or Lines(budgets)
+Trainer(callbacks=[Bar(budgets)])      # or Lines(budgets)
 note(opening(state, choice, data))
 summary(state, history, needs, tiers, output, "llama-110m")
 """
@@ -199,7 +199,7 @@ def opening(state: Wrapped, choice: Choice, data: Data) -> str:
     return (
         f"{choice.name}: {count / 1e6:.1f} M parameters "
         f"({'from ' + str(choice.weights) if choice.weights else 'fresh'}), "
-        f"{data.count} documents or records, {tokens / 1e6:.2f} M tokens; {tiers}; "
+        f"{data.facts['count']} documents or records, {tokens / 1e6:.2f} M tokens; {tiers}; "
         f"page {format_size(state.session.plan['page_bytes'])}"
         + (f", {stats['io_engine']} I/O" if stats["io_engine"] else "")
     )
