@@ -28,7 +28,7 @@ EXTRAS = {
     "plots": ("matplotlib",),
     "finetune": (
         *("accelerate", "datasets", "matplotlib", "peft", "tokenizers", "tqdm"),
-        *("transformers", "tyro", "yaml"),
+        *("transformers", "yaml"),
     ),
 }
 

@@ -65,5 +65,4 @@ def wrong(capsys: pytest.CaptureFixture[str], told: list[str]) -> str:
     except SystemExit as exit_:
         status = exit_.code  # type: ignore[assignment]
     assert status in (1, 2)
-    # As one line: refusals of options stand in a box.
-    return " ".join(capsys.readouterr().err.replace("│", " ").split())
+    return " ".join(capsys.readouterr().err.split())
