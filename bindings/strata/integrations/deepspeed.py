@@ -19,6 +19,7 @@ import torch
 from .._config.launched import processes_started
 from .._config.paths import AnyPath
 from .._errors import check_choice
+from .._report.report_text import folded
 from ..optim import GradScaler
 from ._deepspeed_file import AUTO, values
 from ._deepspeed_keys import KEYS, Keyword, Refused, number
@@ -123,15 +124,7 @@ class WrapKeywords(dict[str, Any]):
             if groups:
                 lines.append(verdict if verdict != NOT_NEEDED else f"{verdict} here")
             for (section, says), names in groups.items():
-                text = f"{section}{', '.join(names)}: {says}"
-                lines += textwrap.wrap(
-                    text,
-                    TABLE_COLUMNS,
-                    initial_indent="  ",
-                    subsequent_indent="      ",
-                    break_long_words=False,
-                    break_on_hyphens=False,
-                )
+                lines += folded(f"{section}{', '.join(names)}: {says}", TABLE_COLUMNS, 6, first=2)
         return "\n".join(lines)
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 import shutil
-import textwrap
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +21,7 @@ from transformers import ProgressCallback, TrainerCallback
 
 from ..._config.budgets import tier_budgets
 from ..._config.sizes import UNITS, format_duration, format_number, format_size
+from ..._report.report_text import folded
 from ..._report.reports import make_report
 from ..._torch_compat import FakeTensorMode
 from ..lora import add_adapters
@@ -252,13 +252,7 @@ def summary(
         ("report", f"strata report --html report.html {output / 'report.json'}"),
     ]
     print(f"\n{name}")
+    columns = shutil.get_terminal_size().columns
     for label, says in rows:
-        print(
-            textwrap.fill(
-                f"{label:<{LABEL_COLUMNS}}{says}",
-                shutil.get_terminal_size().columns,
-                subsequent_indent=" " * LABEL_COLUMNS,
-                break_long_words=False,
-                break_on_hyphens=False,
-            )
-        )
+        lines = folded(f"{label:<{LABEL_COLUMNS}}{says}", columns, LABEL_COLUMNS)
+        print("\n".join(lines))
