@@ -59,7 +59,7 @@ def run(context: Context) -> Iterator[Figure]:
     shape = QUICK if context.quick else FULL
     outcomes: list[Outcome] = []
     with context.scratch() as folder:
-        text = prepare(shape, folder)
+        text = prepare(shape)
         for turn in range(context.rounds):
             seed = context.seed + turn
             for mode in MODES:

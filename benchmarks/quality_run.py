@@ -1,7 +1,7 @@
 """One run of the quality bench: a small Llama learns Python from the standard library's sources,
 which are there wherever the bench runs.
 
-text = prepare(shape, folder)
+text = prepare(shape)
 outcome = train(modes.lock_free(1), seed=0, shape=shape, text=text, folder=folder)
 """
 
@@ -82,20 +82,20 @@ class Outcome:
         return mine == (other.losses, other.held_out, other.digest)
 
 
-def prepare(shape: Shape, folder: Path) -> Text:
-    """Finds the text and turns it into windows of tokens, with files in `folder`."""
+def prepare(shape: Shape) -> Text:
+    """Finds the text and turns it into windows of tokens."""
     from strata._cli.finetune.data import limited, split, train_tokenizer
     from strata._cli.finetune.encode import encoded, packed
     from strata._cli.finetune.files import find_sources, read_sources
 
-    found = read_sources(find_sources([sysconfig.get_path("stdlib")]), HELD_OUT, folder)
+    found = read_sources(find_sources([sysconfig.get_path("stdlib")]), HELD_OUT)
     (rows,) = limited(list(found), shape.text_bytes, TEXT_SEED)
     parts = split(rows, HELD_OUT, TEXT_SEED)
     tokenizer = train_tokenizer((row["text"] for row in parts[0]), shape.vocabulary)
     windows = []
-    for name, part in zip(("training", "held_out"), parts, strict=True):
-        tokens = encoded(part, tokenizer, folder / f"{name}-tokens.arrow")
-        taken = packed(tokens, shape.sequence, folder / f"{name}.arrow")
+    for part in parts:
+        tokens = encoded(part, tokenizer)
+        taken = packed(tokens, shape.sequence)
         windows.append(np.array(taken["input_ids"][:], dtype=np.int64))
     return Text(*windows)
 

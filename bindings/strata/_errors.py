@@ -27,8 +27,8 @@ __all__ = [
 EXTRAS = {
     "plots": ("matplotlib",),
     "finetune": (
-        *("accelerate", "datasets", "matplotlib", "peft", "rich", "tokenizers", "transformers"),
-        *("tyro", "yaml"),
+        *("accelerate", "datasets", "matplotlib", "peft", "tokenizers", "tqdm"),
+        *("transformers", "yaml"),
     ),
 }
 

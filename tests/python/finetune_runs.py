@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,10 @@ from strata._cli import main as cli
 from strata._storage.weights import WeightFiles
 
 LINES = "the quick brown fox jumps over the lazy dog\nand the dog sleeps on in the sun\n"
+
+# Else runs would find what those of other versions left in the user's.
+CACHE = tempfile.TemporaryDirectory(prefix="strata-datasets-")
+os.environ["HF_DATASETS_CACHE"] = CACHE.name
 
 ENVIRONMENT = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}  # for child processes
 
@@ -60,5 +65,4 @@ def wrong(capsys: pytest.CaptureFixture[str], told: list[str]) -> str:
     except SystemExit as exit_:
         status = exit_.code  # type: ignore[assignment]
     assert status in (1, 2)
-    # As one line: refusals of options stand in a box.
-    return " ".join(capsys.readouterr().err.replace("│", " ").split())
+    return " ".join(capsys.readouterr().err.split())

@@ -290,7 +290,7 @@ def test_a_gpu_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_without_torch_everything_else_is_told(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("raise ImportError('libcudart.so.12: not found')\n")
-    for name in ("numpy", "transformers", "matplotlib", "rich"):
+    for name in ("numpy", "transformers", "matplotlib", "tqdm"):
         (tmp_path / f"{name}.py").write_text(f"raise SystemExit('{name} was imported')\n")
     environment = ENVIRONMENT | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ENVIRONMENT['PYTHONPATH']}"}
     done = subprocess.run(

@@ -186,6 +186,18 @@ def test_a_loss_is_chunked_only_where_the_model_leaves_its_logits_alone() -> Non
         assert model.training
 
 
+def test_a_terminal_gets_a_bar(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert cli.main(arguments(place, steps=2)) == 0
+    said, bar = capsys.readouterr()
+    assert "step 2/2" not in said
+    for expected in ("2/2", "tokens/s", "loss", "512 KiB"):
+        assert expected in bar
+    assert "held-out loss after step 2" in said
+
+
 @pytest.mark.thorough
 def test_a_saved_model_is_trained_further(place: Path) -> None:
     assert cli.main(arguments(place, "first", steps=10)) == 0
@@ -275,7 +287,7 @@ def test_the_second_ctrl_c_stops_at_once_and_the_handler_comes_back() -> None:
         ({"model": "llama-111m"}, "did you mean 'llama-110m'"),
         ({"device-memory": "64MiBB"}, "unknown unit 'MiBB'"),
         ({"device-memroy": "64MiB"}, "did you mean '--device-memory'"),
-        ({"dtype": "int8"}, "invalid choice 'int8'"),
+        ({"dtype": "int8"}, "invalid choice: 'int8'"),
         ({"ssd-path": "/nowhere"}, "/nowhere is not a folder"),
         ({"ssd-path": None}, "--ssd-memory needs --ssd-path"),
         ({"data": "/nowhere"}, "no data at /nowhere"),
@@ -296,7 +308,7 @@ def test_the_second_ctrl_c_stops_at_once_and_the_handler_comes_back() -> None:
         ),
         ({"workers": 100_000}, "--workers: workers must be from 1 to 1024, not 100000"),
         ({"seed": 2**64}, "--seed: 18446744073709551616 is more than can be counted"),
-        ({"state-dtype": "4bit"}, "invalid choice '4bit'"),
+        ({"state-dtype": "4bit"}, "invalid choice: '4bit'"),
         ({"steps": "abc"}, "--steps: 'abc' is not a positive whole number"),
         ({"batch": 0}, "--batch: '0' is not a positive whole number"),
         ({"seed": "x"}, "--seed: 'x' is not a whole number of at least 0"),
@@ -324,7 +336,10 @@ def test_an_earlier_run_is_not_overwritten(place: Path, capsys: pytest.CaptureFi
     assert cli.main([*arguments(place, steps=1), "--overwrite"]) == 0
 
 
-def test_commands_are_listed_and_the_nearest_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_are_listed_and_the_nearest_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")  # not within a name
     assert cli.main(["--help"]) == 0
     assert "finetune" in capsys.readouterr().out
     assert "did you mean 'finetune'" in wrong(capsys, ["finetun"])
@@ -341,7 +356,7 @@ def test_every_option_has_a_flag_and_a_default(capsys: pytest.CaptureFixture[str
     assert options == Options().replaced("start", **given)
     with pytest.raises(SystemExit):
         parse(["--help"], None)
-    shown = capsys.readouterr().out
+    shown = " ".join(capsys.readouterr().out.split())
     assert all(f"--{name.replace('_', '-')}" in shown for name in options.flat())
     assert "(default: 512)" in shown
     assert not any(odd in shown for odd in ("None)", "(default: )", "''"))

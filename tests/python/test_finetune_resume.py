@@ -123,7 +123,7 @@ def test_a_run_goes_on_with_its_own_data_or_not_at_all(
     for steps, trained in ((7, (5, 6, 7)), (8, (8,))):
         expected = scheduled(steps)
         assert [rates[s] for s in trained] == pytest.approx([expected[s - 1] for s in trained])
-    for lost in ("training.arrow", "ready.json"):
+    for lost in ("held_out/data-00000-of-00001.arrow", "facts.json"):
         (place / "out" / "data" / lost).unlink()
         assert f"the run has lost {place / 'out' / 'data' / lost}" in wrong(capsys, again)
 

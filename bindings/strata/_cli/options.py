@@ -1,5 +1,5 @@
 """The command line's options: how each is parsed, what several commands take, and the parsers of
-all commands but finetune: a machine, and what is asked of it. No torch.
+all commands except finetune: a machine, and what is asked of it. No torch.
 
     parser = Parser(prog="strata plan", description="...")
     add = adder(parser.add_argument_group("the step"))
@@ -32,6 +32,8 @@ from .._config.choices import (
     check_split,
     count,
     folder,
+    fraction,
+    number,
     page_size,
     parse_count,
     parse_device,
@@ -40,6 +42,7 @@ from .._config.choices import (
     worded,
     workers,
 )
+from .._config.launched import rank_name
 from .._config.sizes import parse_budgets, parse_some, parse_speed
 from .._config.update_modes import parse_update
 from .._errors import nearest_option
@@ -65,6 +68,7 @@ _KINDS: tuple[tuple[Callable[[str], Any], str, tuple[str, ...]], ...] = (
     (folder, "DIR", ("--ssd-path",)),
 )
 KINDS = {name: (parse, metavar) for parse, metavar, names in _KINDS for name in names}
+NUMBERS = (count, fraction, number, positive, workers)
 CHOICES = {
     "--activations": ACTIVATIONS,
     "--dtype": DTYPES,
@@ -115,19 +119,22 @@ class Parser(argparse.ArgumentParser):
         if message.startswith("unrecognized arguments") and unknown:
             word = unknown[0].partition("=")[0]
             message = nearest_option(word, options, self.prog)
-        super().error(message)
+        super().error(f"{rank_name()}{message}")
 
 
-def adder(group: Any) -> Callable[..., None]:
+def adder(group: Any, written: bool = False) -> Callable[..., None]:
     """What adds options to a parser or a group of one: add(name, help, **more), as argparse takes
-    more."""
+    more. `written`: values that are no numbers stay the text that was given."""
 
-    def add(name: str, help: str, **more: Any) -> None:
+    def add(name: str, help: str, parse: Callable[[str], Any] | None = None, **more: Any) -> None:
         if name in CHOICES:
             more = {"choices": CHOICES[name], **more}
-        elif name in KINDS:
+        elif name in KINDS and parse is None:
             parse, metavar = KINDS[name]
-            more = {"type": worded(parse), "metavar": metavar, **more}
+            more = {"metavar": metavar, **more}
+        if parse is not None:
+            keep = written and parse not in NUMBERS
+            more["type"] = worded(as_written(parse) if keep else parse)
         if name in SEVERAL:
             more["nargs"] = "+"
         group.add_argument(name, help=help, **more)

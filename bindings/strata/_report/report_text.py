@@ -9,6 +9,7 @@ A drive's endurance (TBW, terabytes written) is on its data sheet; the kernel do
 from __future__ import annotations
 
 import itertools
+import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from math import floor, inf, log10
@@ -300,6 +301,19 @@ def table(rows: Sequence[Sequence[str]]) -> str:
             for i, (cell, width) in enumerate(zip(row, widths, strict=True))
         ).rstrip()
         for row in rows
+    )
+
+
+def folded(text: str, columns: int, indent: int, first: int = 0) -> list[str]:
+    """The lines of a long text. `first`: columns before the first one, and `indent` before others.
+    No word is broken: paths and options stay whole."""
+    return textwrap.wrap(
+        text,
+        columns,
+        initial_indent=" " * first,
+        subsequent_indent=" " * indent,
+        break_long_words=False,
+        break_on_hyphens=False,
     )
 
 

@@ -13,8 +13,8 @@ from typing import Any
 
 from .._config.paths import AnyPath, as_path, is_path
 from .._errors import nearest
-from ._deepspeed_keys import FORMER, KEYS, NOT_NEEDED, SECTIONS, known
-from ._deepspeed_optim import STEPS
+from ._deepspeed_keys import FORMER, KEYS, SECTIONS, known
+from ._deepspeed_optim import STEPS, WARMUP_STEPS
 
 AUTO = "auto"
 NAMES_MAX = 20  # of a section: more are not listed in a message
@@ -25,27 +25,21 @@ FROM_ARGUMENTS: dict[str, tuple[str, ...]] = {
     "gradient_clipping": ("max_grad_norm",),
     "fp16.enabled": ("fp16",),
     "bf16.enabled": ("bf16",),
+    "optimizer.params.lr": ("learning_rate",),
+    "optimizer.params.betas": ("adam_beta1", "adam_beta2"),
+    "optimizer.params.eps": ("adam_epsilon",),
+    "optimizer.params.weight_decay": ("weight_decay",),
+    "scheduler.params.warmup_max_lr": ("learning_rate",),
 }
-PARAMS_FROM_ARGUMENTS: dict[str, dict[str, tuple[str, ...]]] = {
-    "optimizer.params": {
-        "lr": ("learning_rate",),
-        "betas": ("adam_beta1", "adam_beta2"),
-        "eps": ("adam_epsilon",),
-        "weight_decay": ("weight_decay",),
-    },
-    "scheduler.params": {"warmup_max_lr": ("learning_rate",)},
-}
-WARMUP_STEPS = "warmup_num_steps"  # known, as STEPS, when the length of the run is
 
 
 def values(config: AnyPath | Mapping[str, Any], args: Any | None) -> dict[str, Any]:
     """Values by their dotted keys. Raises as from_deepspeed() says."""
-    given = _flat(_read(config))
-    _resolve(given, args)
-    return given
+    given = _flat(_loaded(config))
+    return {key: _resolved(key, value, args) for key, value in given.items()}
 
 
-def _read(config: AnyPath | Mapping[str, Any]) -> Mapping[str, Any]:
+def _loaded(config: AnyPath | Mapping[str, Any]) -> Mapping[str, Any]:
     if isinstance(config, Mapping):
         return config
     if not is_path(config):
@@ -62,10 +56,11 @@ def _read(config: AnyPath | Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    for name in found:
-        if sum(other == name for other, _ in pairs) > 1:
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
             raise ValueError(f"{name!r} stands there more than once")
+        found[name] = value
     return found
 
 
@@ -74,25 +69,23 @@ def _flat(config: Mapping[str, Any], section: str = "") -> dict[str, Any]:
     found: dict[str, Any] = {}
     for written, value in config.items():
         name = FORMER.get(written, written) if not section else written
-        path = f"{section}.{name}" if section else name
-        if path in SECTIONS and isinstance(value, Mapping) and (value or path not in KEYS):
-            found |= _flat(value, path)
-        elif path in KEYS:
-            found[path] = value
-        elif path in SECTIONS and value is None:
-            continue
-        elif path == "zero_optimization" and isinstance(value, bool):  # as older files say it
-            found[f"{path}.stage"] = int(value)
-        elif path in SECTIONS:
-            raise TypeError(f"{path} must be a dictionary, not {value!r}")
-        else:
-            raise ValueError(f"DeepSpeed has no key {path!r}: {_nearest(str(written), section)}")
+        key = f"{section}.{name}" if section else name
+        if key in SECTIONS and isinstance(value, Mapping) and (value or key not in KEYS):
+            found |= _flat(value, key)
+        elif key in KEYS:
+            found[key] = value
+        elif key == "zero_optimization" and isinstance(value, bool):  # as older files say it
+            found[f"{key}.stage"] = int(value)
+        elif key in SECTIONS and value is not None:
+            raise TypeError(f"{key} must be a dictionary, not {value!r}")
+        elif key not in SECTIONS:
+            raise ValueError(f"DeepSpeed has no key {key!r}: {_nearest(str(written), section)}")
     return found
 
 
 def _nearest(name: str, section: str) -> str:
     """The end of a message: where the name belongs, or which one was probably meant."""
-    homes = [path.rpartition(".")[0] for path in KEYS if path.rpartition(".")[2] == name]
+    homes = [key.rpartition(".")[0] for key in KEYS if key.rpartition(".")[2] == name]
     if homes:
         return f"it belongs in {' or '.join(repr(home) for home in homes if home) or 'no section'}"
     names = known(section)
@@ -100,42 +93,32 @@ def _nearest(name: str, section: str) -> str:
     return "none is like it" if said.startswith("valid: ") and len(names) > NAMES_MAX else said
 
 
-def _resolve(given: dict[str, Any], args: Any | None) -> None:
-    """Replaces "auto". Raises ValueError where nothing is known for it, and where a value is
-    another than that of `args`, which the loop would follow."""
-    for path, value in given.items():
-        fields = FROM_ARGUMENTS.get(path)
-        if path in PARAMS_FROM_ARGUMENTS and isinstance(value, Mapping):
-            known_params = PARAMS_FROM_ARGUMENTS[path]
-            given[path] = {
-                word: _value(f"{path}.{word}", each, known_params.get(word), args)
-                for word, each in value.items()
-            }
-        elif fields is not None or (value == AUTO and KEYS[path].verdict != NOT_NEEDED):
-            given[path] = _value(path, value, fields, args)
-
-
-def _value(path: str, value: Any, fields: tuple[str, ...] | None, args: Any | None) -> Any:
-    """What stands for `value`. `fields`: of `args`; None: no field of it says anything."""
-    word = path.rpartition(".")[2]
-    auto = value == AUTO
-    if auto and word in (STEPS, "train_batch_size"):
-        return value  # follows from the others, or from the length of the run
-    if auto and word == "warmup_min_lr":
-        return 0.0
-    if auto and args is None:
-        raise ValueError(f"{path} is 'auto': pass args=, the TrainingArguments of the run")
-    if auto and word == WARMUP_STEPS:
-        return value
-    if auto and fields is None:
-        raise ValueError(f"{path} is 'auto', for which TrainingArguments has nothing: give a value")
+def _resolved(key: str, value: Any, args: Any | None) -> Any:
+    """The value that "auto" stands for. Raises ValueError where nothing is known for it, and where
+    a value is another than that of `args`, which the loop would follow."""
+    if key in ("optimizer.params", "scheduler.params") and isinstance(value, Mapping):
+        return {word: _resolved(f"{key}.{word}", each, args) for word, each in value.items()}
+    fields, word = FROM_ARGUMENTS.get(key), key.rpartition(".")[2]
+    if value == AUTO:
+        if isinstance(KEYS.get(key), str) or word in (STEPS, "train_batch_size"):
+            return value  # follows from the others, or from the length of the run, or is not needed
+        if word == "warmup_min_lr":
+            return 0.0
+        if args is None:
+            raise ValueError(f"{key} is 'auto': pass args=, the TrainingArguments of the run")
+        if word == WARMUP_STEPS:
+            return value
+        if fields is None:
+            raise ValueError(
+                f"{key} is 'auto', for which TrainingArguments has nothing: give a value"
+            )
     if fields is None or args is None:
         return value
-    values = [getattr(args, field) for field in fields]
-    expected = values if len(values) > 1 else values[0]
-    if not auto and (list(value) if isinstance(value, tuple) else value) != expected:
+    found = [getattr(args, field) for field in fields]
+    expected = found if len(found) > 1 else found[0]
+    if value != AUTO and (list(value) if isinstance(value, tuple) else value) != expected:
         raise ValueError(
-            f"{path} is {value!r}, and {' and '.join(fields)} of args says {expected!r}: write "
+            f"{key} is {value!r}, and {' and '.join(fields)} of args says {expected!r}: write "
             "'auto', or the same in both"
         )
     return expected

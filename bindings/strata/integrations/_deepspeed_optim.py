@@ -2,7 +2,7 @@
 deepspeed.py: the class of torch or strata that computes the same, and its arguments.
 
     kind, arguments = optimizer_of("Adam", {"lr": 1e-4})      # torch.optim.AdamW: as DeepSpeed does
-    scheduler = Warmup(optimizer, "WarmupLR", {"warmup_num_steps": 100})
+    kind, arguments = schedule_of("WarmupLR", {"warmup_num_steps": 100})       # Warmup
 
 Both raise ValueError for what has no equal here, with what to use instead.
 """
@@ -11,32 +11,37 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from .._errors import nearest
+from .._errors import check_choice, nearest
 from ..optim import Lion
 
+Made = tuple[Callable[..., Any], dict[str, Any]]  # a class and its arguments
+
 # DeepSpeed's own classes, by what it makes of their names, with its defaults where torch's differ.
-_OWN: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+_OWN: dict[str, Made] = {
     "adam": (torch.optim.AdamW, {"weight_decay": 0.0}),
     "adamw": (torch.optim.AdamW, {"weight_decay": 0.0}),
     "adagrad": (torch.optim.Adagrad, {}),
     "lion": (Lion, {"lr": 1e-3, "betas": (0.9, 0.999)}),
 }
-_WITHOUT_EQUAL = {
-    **dict.fromkeys(
-        ("onebitadam", "zerooneadam"),
-        "AdamW: one process sends no gradients that could be compressed",
-    ),
-    **dict.fromkeys(("lamb", "onebitlamb"), "AdamW, or Lion"),
-    **dict.fromkeys(
-        ("muadam", "muadamw", "musgd"), "AdamW or SGD, with a learning rate for each group"
-    ),
+_NO_COMPRESSION = "AdamW: one process sends no gradients that could be compressed"
+_BY_GROUP = "AdamW or SGD, with a learning rate for each group"
+_INSTEAD = {
+    "onebitadam": _NO_COMPRESSION,
+    "zerooneadam": _NO_COMPRESSION,
+    "lamb": "AdamW, or Lion",
+    "onebitlamb": "AdamW, or Lion",
+    "muadam": _BY_GROUP,
+    "muadamw": _BY_GROUP,
+    "musgd": _BY_GROUP,
     "muon": "AdamW: Muon needs whole matrices, and strata updates pieces of them",
+    "onecycle": "torch.optim.lr_scheduler.OneCycleLR, or CyclicLR",
+    "lrrangetest": "torch.optim.lr_scheduler.LinearLR, or LambdaLR",
 }
 # Arguments that only DeepSpeed's classes take: the values that change nothing, and what else to do.
 _EXTRA: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -46,124 +51,80 @@ _EXTRA: dict[str, tuple[tuple[Any, ...], str]] = {
 }
 
 
-def optimizer_of(
-    name: str, given: Mapping[str, Any]
-) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
-    """The class, and its arguments but for the parameters.
-
-    Raises ValueError for a class or an argument that has no equal, and for an unknown one.
-    """
-    arguments = dict(given)
+def optimizer_of(name: str, given: Mapping[str, Any]) -> Made:
+    """The class, and its arguments except the parameters."""
+    _refuse(name)
+    arguments, own = dict(given), name.lower()
     if "max_grad_norm" in arguments:
         raise ValueError('max_grad_norm: write "gradient_clipping" at the top of the file')
-    folded = name.lower()
-    if folded in _WITHOUT_EQUAL:
-        raise ValueError(f"type {name}: take {_WITHOUT_EQUAL[folded]}")
-    if folded in _OWN:
-        kind, defaults = _OWN[folded]
-        if folded in ("adam", "adamw"):
-            kind, defaults = _adam(folded, arguments, defaults)
-        _take_extra(arguments)
-        arguments = {**defaults, **arguments}
-    else:
-        kind = _torch_class(name)
-    valid = [p for p in inspect.signature(kind).parameters if p != "params"]
-    for word in arguments:
-        if word not in valid:
-            raise ValueError(f"{name} has no argument {word!r}: {nearest(word, valid)}")
-    if isinstance(arguments.get("betas"), list):
-        arguments["betas"] = tuple(arguments["betas"])
-    return kind, arguments
-
-
-def _adam(
-    name: str, arguments: dict[str, Any], defaults: dict[str, Any]
-) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
-    """DeepSpeed's Adam decouples weight decay unless it is told otherwise. Its torch_adam is
-    torch's class, with that one's defaults."""
-    decoupled = arguments.pop("adam_w_mode", True) or name == "adamw"
-    if arguments.pop("torch_adam", False):
-        defaults = {}
-    return (torch.optim.AdamW if decoupled else torch.optim.Adam), defaults
-
-
-def _take_extra(arguments: dict[str, Any]) -> None:
-    """Takes out what only DeepSpeed's classes know. Raises ValueError where it asks for more."""
+    if own not in _OWN:
+        kind = _class_of_torch(torch.optim, torch.optim.Optimizer, "optimizer", name, ("Lion",))
+        return kind, _checked(name, kind, arguments)
+    kind, defaults = _OWN[own]
+    if own in ("adam", "adamw"):
+        # DeepSpeed's Adam decouples weight decay unless it is told otherwise. Its torch_adam is
+        # torch's class, with that one's defaults.
+        if not arguments.pop("adam_w_mode", True) and own == "adam":
+            kind = torch.optim.Adam
+        if arguments.pop("torch_adam", False):
+            defaults = {}
     for word, (harmless, instead) in _EXTRA.items():
         if (value := arguments.pop(word, harmless[0])) not in harmless:
             raise ValueError(f"{word}={value}: {instead}")
+    return kind, _checked(name, kind, {**defaults, **arguments})
 
 
-def _torch_class(name: str) -> type[torch.optim.Optimizer]:
-    found = {
-        word: kind
-        for word, kind in vars(torch.optim).items()
-        if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)
-    }
-    if name not in found:
-        valid = {*found, "Lion"} - {"Optimizer"}
-        raise ValueError(f"unknown optimizer {name!r}: {nearest(name, sorted(valid))}")
-    return found[name]
-
-
-# Arguments of DeepSpeed's schedules with their defaults. None: the optimizer's own rate, and of
-# STEPS: there is no default.
-STEPS = "total_num_steps"
+# The steps of the whole run, and of its beginning: "auto" until they are known.
+STEPS, WARMUP_STEPS = "total_num_steps", "warmup_num_steps"
+# Arguments of DeepSpeed's schedules with their defaults. None: the optimizer's own rate, and for
+# STEPS that there is no default.
+_WARMUP = {"warmup_min_lr": 0.0, WARMUP_STEPS: 1000, "warmup_type": "log"}
 SCHEDULES: dict[str, dict[str, Any]] = {
-    "WarmupLR": {
-        "warmup_min_lr": 0.0,
-        "warmup_max_lr": None,
-        "warmup_num_steps": 1000,
-        "warmup_type": "log",
-    },
-    "WarmupDecayLR": {
-        STEPS: None,
-        "warmup_min_lr": 0.0,
-        "warmup_max_lr": 0.001,
-        "warmup_num_steps": 1000,
-        "warmup_type": "log",
-    },
+    "WarmupLR": {**_WARMUP, "warmup_max_lr": None},
+    "WarmupDecayLR": {**_WARMUP, "warmup_max_lr": 0.001, STEPS: None},
     "WarmupCosineLR": {
-        STEPS: None,
-        "warmup_min_ratio": 0.0,
-        "warmup_num_steps": 1000,
-        "cos_min_ratio": 0.0001,
+        STEPS: None, "warmup_min_ratio": 0.0, WARMUP_STEPS: 1000, "cos_min_ratio": 0.0001,
         "warmup_type": "log",
     },
-}
-_SCHEDULES_WITHOUT_EQUAL = {
-    "OneCycle": "torch.optim.lr_scheduler.OneCycleLR, or CyclicLR",
-    "LRRangeTest": "torch.optim.lr_scheduler.LinearLR, or LambdaLR",
-}
+}  # fmt: skip
 
 
-def check_schedule(name: str, given: Mapping[str, Any]) -> None:
-    """Raises ValueError for a schedule or an argument that has no equal, and for an unknown one."""
-    if name in _SCHEDULES_WITHOUT_EQUAL:
-        raise ValueError(f"type {name}: take {_SCHEDULES_WITHOUT_EQUAL[name]}")
-    if name in SCHEDULES:
-        valid = list(SCHEDULES[name])
-        if given.get("warmup_type", "log") not in ("log", "linear"):
-            kind = given["warmup_type"]
-            raise ValueError(f"unknown warmup_type {kind!r}: {nearest(kind, ['log', 'linear'])}")
-    else:
-        kind = vars(torch.optim.lr_scheduler).get(name)
-        if not (isinstance(kind, type) and issubclass(kind, LRScheduler)):
-            raise ValueError(f"unknown scheduler {name!r}: {nearest(name, SCHEDULES)}")
-        valid = [p for p in inspect.signature(kind).parameters if p != "optimizer"]
+def schedule_of(name: str, given: Mapping[str, Any]) -> Made:
+    """The class, and its arguments except the optimizer."""
+    _refuse(name)
+    if name not in SCHEDULES:
+        kind = _class_of_torch(
+            torch.optim.lr_scheduler, LRScheduler, "scheduler", name, tuple(SCHEDULES)
+        )
+        return kind, _checked(name, kind, given)
+    _check_words(name, given, SCHEDULES[name])
+    check_choice("warmup_type", given.get("warmup_type", "log"), ("log", "linear"))
+    return Warmup, {"name": name, **given}
+
+
+def _refuse(name: str) -> None:
+    if name.lower() in _INSTEAD:
+        raise ValueError(f"type {name}: take {_INSTEAD[name.lower()]}")
+
+
+def _class_of_torch(home: Any, base: type, what: str, name: str, own: tuple[str, ...]) -> Any:
+    kinds = {n: k for n, k in vars(home).items() if isinstance(k, type) and issubclass(k, base)}
+    kinds.pop(base.__name__, None)
+    if name not in kinds:
+        raise ValueError(f"unknown {what} {name!r}: {nearest(name, [*own, *sorted(kinds)])}")
+    return kinds[name]
+
+
+def _checked(name: str, kind: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+    _check_words(name, given, list(inspect.signature(kind).parameters)[1:])
+    betas = given.get("betas")  # JSON has a list of them
+    return {**given, "betas": tuple(betas)} if isinstance(betas, list) else dict(given)
+
+
+def _check_words(name: str, given: Mapping[str, Any], valid: Any) -> None:
     for word in given:
         if word not in valid:
             raise ValueError(f"{name} has no argument {word!r}: {nearest(word, valid)}")
-
-
-def scheduler_of(
-    optimizer: torch.optim.Optimizer, name: str, arguments: Mapping[str, Any]
-) -> LRScheduler:
-    """The schedule of this name. REQUIRES: check_schedule() took both."""
-    if name in SCHEDULES:
-        return Warmup(optimizer, name, arguments)
-    made: LRScheduler = getattr(torch.optim.lr_scheduler, name)(optimizer, **arguments)
-    return made
 
 
 class Warmup(LRScheduler):
@@ -174,51 +135,40 @@ class Warmup(LRScheduler):
     steps of a run have the smallest rate.
     """
 
-    def __init__(
-        self, optimizer: torch.optim.Optimizer, name: str, arguments: Mapping[str, Any]
-    ) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, name: str, **arguments: Any) -> None:
         """`name` and `arguments` as in the file. Raises ValueError for a missing one."""
-        values = {**SCHEDULES[name], **arguments}
-        if STEPS in values and values[STEPS] is None:
+        self.values = {**SCHEDULES[name], **arguments}
+        if STEPS in self.values and self.values[STEPS] is None:
             raise ValueError(f"{name} needs {STEPS}")
-        self.decay = {"WarmupLR": "none", "WarmupDecayLR": "line"}.get(name, "cosine")
-        self.linear = values["warmup_type"] == "linear"
-        self.warmup_steps = max(2, int(values["warmup_num_steps"]))
-        self.total_steps = int(values.get(STEPS, 0))
-        # Of the rate, or with a cosine of its ratio to the optimizer's own.
-        self.least = float(values.get("warmup_min_lr", values.get("warmup_min_ratio", 0.0)))
-        self.final = float(values.get("cos_min_ratio", 0.0))
-        self.most = values.get("warmup_max_lr")
+        self.warmup_steps = max(2, int(self.values[WARMUP_STEPS]))
+        self.total_steps = int(self.values.get(STEPS, 0))
         super().__init__(optimizer)
 
     def get_lr(self) -> list[float | torch.Tensor]:
         """Called by torch: the rates of the step to come, by group."""
-        return [self._rate(float(base)) for base in self.base_lrs]
+        return [self._rate(float(base), self.last_epoch - 1) for base in self.base_lrs]
 
-    def _rate(self, base: float) -> float:
-        step = self.last_epoch - 1
-        if self.decay == "cosine":
-            if step < 0:
-                return 0.0
-            return base * self._cosine(step)
-        most = base if self.most is None else self.most
-        return self.least + (most - self.least) * self._share(step)
-
-    def _share(self, step: int) -> float:
-        """Of the way from the smallest rate to the largest."""
+    def _rate(self, base: float, step: int) -> float:
+        cosine = "cos_min_ratio" in self.values
+        least = self.values["warmup_min_ratio" if cosine else "warmup_min_lr"]
+        most = 1.0 if cosine else self.values["warmup_max_lr"]
+        if most is None:
+            most = base
         if step < 0:
-            return 0.0
+            return 0.0 if cosine else least
         if step < self.warmup_steps:
-            if self.linear:
-                return step / self.warmup_steps
-            return math.log(step + 1) / math.log(self.warmup_steps)
-        if self.decay == "none":
-            return 1.0
-        return max(0.0, (self.total_steps - step) / max(1, self.total_steps - self.warmup_steps))
-
-    def _cosine(self, step: int) -> float:
-        """Of the optimizer's own rate."""
-        if step < self.warmup_steps:
-            return self.least + (1 - self.least) * self._share(step)
-        done = (step - self.warmup_steps + 1) / max(1, self.total_steps - self.warmup_steps)
-        return self.final + (1 - self.final) * (1 + math.cos(math.pi * min(1.0, done))) / 2
+            share = step / self.warmup_steps
+            if self.values["warmup_type"] == "log":
+                share = math.log(step + 1) / math.log(self.warmup_steps)
+            rate = least + (most - least) * share
+        else:
+            length = max(1, self.total_steps - self.warmup_steps)
+            if cosine:
+                done = min(1.0, (step - self.warmup_steps + 1) / length)
+                final = self.values["cos_min_ratio"]
+                rate = final + (1 - final) * (1 + math.cos(math.pi * done)) / 2
+            else:
+                falls = STEPS in self.values
+                left = max(0.0, (self.total_steps - step) / length) if falls else 1.0
+                rate = least + (most - least) * left
+        return base * rate if cosine else rate

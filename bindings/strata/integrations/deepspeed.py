@@ -18,18 +18,22 @@ import torch
 
 from .._config.launched import processes_started
 from .._config.paths import AnyPath
-from .._errors import nearest
+from .._errors import check_choice
+from .._report.report_text import folded
 from ..optim import GradScaler
-from ._deepspeed_file import AUTO, WARMUP_STEPS, values
-from ._deepspeed_keys import HONOURED, KEYS, NOT_NEEDED, REFUSED, VERDICTS
-from ._deepspeed_optim import SCHEDULES, STEPS, check_schedule, optimizer_of, scheduler_of
+from ._deepspeed_file import AUTO, values
+from ._deepspeed_keys import KEYS, Keyword, Refused, number
+from ._deepspeed_optim import SCHEDULES, STEPS, WARMUP_STEPS, Made, optimizer_of, schedule_of
 
-ACCUMULATION = "gradient_accumulation_steps"  # strata's keyword for several backward() calls a step
-CLIPPING_DEFAULT = 1.0  # where a file says nothing: DeepSpeed has clipped so since June 2026
-OLDER_CLIPPING = "; older versions do not clip: write gradient_clipping"
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-DEVICES = ("none", "cpu", "nvme")  # of offload_param and offload_optimizer
+HONOURED, NOT_NEEDED, REFUSED = "honoured", "not needed", "refused"
 BATCH_KEYS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
+ACCUMULATION = BATCH_KEYS[2]  # of the same name in strata
+# What DeepSpeed does where a file says nothing. It has clipped since June 2026.
+_DEFAULT = ", DeepSpeed's default: the file does not say"
+DEFAULTS = {
+    "gradient_clipping": f"{_DEFAULT}; older versions do not clip: write gradient_clipping",
+    "bf16.check_grad_overflow": _DEFAULT,
+}
 TABLE_COLUMNS = 100
 VALUE_COLUMNS = 60
 
@@ -39,7 +43,7 @@ class Row(NamedTuple):
 
     key: str
     value: Any
-    verdict: str  # one of VERDICTS
+    verdict: str
     says: str
 
     @property
@@ -52,13 +56,12 @@ class WrapKeywords(dict[str, Any]):
     """Keywords for strata.wrap(), and what else the file says: `rows`, the optimizer, the schedule
     of its learning rate, and for float16 the scaler of the loss."""
 
-    def __init__(self, rows: list[Row], arguments: Any) -> None:
+    def __init__(self, arguments: Any) -> None:
         super().__init__()
-        self.rows = rows
+        self.rows: list[Row] = []
         self._arguments = arguments  # TrainingArguments, or None
-        self._optimizer: tuple[type[torch.optim.Optimizer], dict[str, Any]] | None = None
-        self._schedule: tuple[str, dict[str, Any]] | None = None
-        self._scaler: dict[str, Any] | None = None
+        self.made: dict[str, Made] = {}  # by section
+        self.scaling: dict[str, Any] | None = None
 
     def optimizer(self, params: Iterable[Any]) -> torch.optim.Optimizer:
         """A new optimizer over `params`, parameters or groups of them, for strata.wrap().
@@ -66,15 +69,16 @@ class WrapKeywords(dict[str, Any]):
         Raises:
             ValueError: the file has no "optimizer".
         """
-        if self._optimizer is None:
+        if "optimizer" not in self.made:
             raise ValueError('the file has no "optimizer": construct one of torch.optim')
-        kind, arguments = self._optimizer
-        return kind(params, **arguments)
+        kind, arguments = self.made["optimizer"]
+        made: torch.optim.Optimizer = kind(params, **arguments)
+        return made
 
     def scheduler(
         self, optimizer: torch.optim.Optimizer, steps: int | None = None
     ) -> torch.optim.lr_scheduler.LRScheduler:
-        """A new schedule for what strata.wrap() returned; step() it behind every optimizer.step().
+        """A new schedule for what strata.wrap() returned; step() it after every optimizer.step().
 
         Args:
             optimizer: what strata.wrap() returned.
@@ -83,29 +87,34 @@ class WrapKeywords(dict[str, Any]):
         Raises:
             ValueError: the file has no "scheduler", or the steps are not known.
         """
-        if self._schedule is None:
+        if "scheduler" not in self.made:
             raise ValueError('the file has no "scheduler": construct one of torch.optim')
-        name, given = self._schedule
-        arguments = dict(given)
-        auto = [word for word in (STEPS, WARMUP_STEPS) if arguments.get(word) == AUTO]
+        kind, given = self.made["scheduler"]
+        auto = [word for word in (STEPS, WARMUP_STEPS) if given.get(word) == AUTO]
         total = steps or max(0, getattr(self._arguments, "max_steps", 0))
         if auto and not total:
             raise ValueError(f"{auto[0]} is 'auto': pass steps=, those of the whole run")
+        arguments = dict(given)
         if STEPS in auto:
             arguments[STEPS] = total
         if WARMUP_STEPS in auto:
             arguments[WARMUP_STEPS] = max(1, self._arguments.get_warmup_steps(total))
-        return scheduler_of(optimizer, name, arguments)
+        made: torch.optim.lr_scheduler.LRScheduler = kind(optimizer, **arguments)
+        return made
 
     def scaler(self) -> GradScaler:
         """A new scaler of the loss, for float16: scale(loss).backward(), step(optimizer), update().
         Without float16 it does nothing."""
-        return GradScaler(enabled=self._scaler is not None, **self._scaler or {})
+        return GradScaler(enabled=self.scaling is not None, **self.scaling or {})
+
+    def note(self, key: str, value: Any, verdict: str, says: str) -> None:
+        """Adds a row."""
+        self.rows.append(Row(key, value, verdict, says))
 
     def table(self) -> str:
         """For people: what becomes of every key; those of one section with one reason together."""
         lines = []
-        for verdict in VERDICTS:
+        for verdict in (HONOURED, NOT_NEEDED, REFUSED):
             groups: dict[tuple[str, str], list[str]] = {}
             for row in self.rows:
                 if row.verdict == verdict:
@@ -115,15 +124,7 @@ class WrapKeywords(dict[str, Any]):
             if groups:
                 lines.append(verdict if verdict != NOT_NEEDED else f"{verdict} here")
             for (section, says), names in groups.items():
-                text = f"{section}{', '.join(names)}: {says}"
-                lines += textwrap.wrap(
-                    text,
-                    TABLE_COLUMNS,
-                    initial_indent="  ",
-                    subsequent_indent="      ",
-                    break_long_words=False,
-                    break_on_hyphens=False,
-                )
+                lines += folded(f"{section}{', '.join(names)}: {says}", TABLE_COLUMNS, 6, first=2)
         return "\n".join(lines)
 
 
@@ -153,7 +154,7 @@ def from_deepspeed(config: AnyPath | Mapping[str, Any], args: Any | None = None)
     Example:
         >>> model = torch.nn.Linear(64, 64)
         >>> keywords = strata.from_deepspeed(
-        ...     {"optimizer": {"type": "AdamW", "params": {"lr": 2e-5}}, "gradient_clipping": 1.0}
+        ...     {"gradient_clipping": 1.0, "optimizer": {"type": "AdamW", "params": {"lr": 2e-5}}}
         ... )  # doctest: +ELLIPSIS
         honoured
           gradient_clipping = 1.0: max_grad_norm=1.0
@@ -162,7 +163,8 @@ def from_deepspeed(config: AnyPath | Mapping[str, Any], args: Any | None = None)
         ...     model, keywords.optimizer(model.parameters()), **keywords
         ... )
     """
-    found = _Reading(values(config, args), args).read()
+    found = WrapKeywords(args)
+    _take(values(config, args), found)
     print(found.table())
     refused = [row for row in found.rows if row.verdict == REFUSED]
     if refused:
@@ -171,238 +173,133 @@ def from_deepspeed(config: AnyPath | Mapping[str, Any], args: Any | None = None)
     return found
 
 
-class _Reading:
-    """Goes through a file once: each method takes the keys that belong together."""
-
-    def __init__(self, given: dict[str, Any], args: Any | None) -> None:
-        self.given = given
-        self.found = WrapKeywords([], args)
-
-    def read(self) -> WrapKeywords:
-        """Everything. A key that no method took gets a row by its verdict alone."""
-        self._batch()
-        self._clipping()
-        self._float16()
-        self._bfloat16()
-        self._data_types()
-        self._offload()
-        self._optimizer()
-        self._scheduler()
-        known = {row.key for row in self.found.rows}
-        for path, value in ((p, v) for p, v in self.given.items() if p not in known):
-            verdict, says, *_ = key = KEYS[path]
-            if verdict == HONOURED:  # params, whose type is refused
-                verdict, says = NOT_NEEDED, "belongs to a type, and none is taken"
-            elif verdict == REFUSED and not key.is_on(value):
-                verdict, says = NOT_NEEDED, "off"
-            self._note(path, value, verdict, says)
-        return self.found
-
-    def _note(self, path: str, value: Any, verdict: str, says: str) -> None:
-        self.found.rows.append(Row(path, value, verdict, says))
-
-    def _honour(self, path: str, keyword: str, value: Any, note: str = "") -> None:
-        self.found[keyword] = value
-        if path not in self.given and path not in BATCH_KEYS:
-            note = f", DeepSpeed's default: the file does not say{note}"
-        shown = self.given.get(path, value)
-        self._note(path, shown, HONOURED, f"{keyword}={value!r}{note}")
-
-    def _batch(self) -> None:
-        """Of two sizes DeepSpeed computes the third one; of all, how many processes there are:
-        those that were started."""
-        processes = processes_started()
-        total, micro, calls = (
-            None if self.given.get(path) in (None, AUTO) else self._count(path)
-            for path in BATCH_KEYS
-        )
-        total_key, micro_key, calls_key = BATCH_KEYS
-        if total and micro:
-            here = "one process" if processes == 1 else f"{processes} processes"
-            times, rest = divmod(total, micro * processes)
-            if rest or calls not in (None, times):
-                enough = f": {calls_key} {times} gives the same batch in {here}"
-                self._note(
-                    total_key,
-                    total,
-                    REFUSED,
-                    f"is not {micro_key} {micro} x {calls_key} {calls or 1} in {here}"
-                    + ("" if rest else enough),
-                )
-            calls = calls or max(1, times)
-        elif total:
-            micro, rest = divmod(total, (calls or 1) * processes)
-            if rest:
-                by = " and ".join(
-                    ([f"{calls_key} {calls}"] if calls else [])
-                    + ([f"{processes} processes"] if processes > 1 else [])
-                )
-                self._note(total_key, total, REFUSED, f"cannot be divided by {by}")
-        calls = calls or 1
-        for path in (total_key, micro_key):
-            if path in self.given and path not in {row.key for row in self.found.rows}:
-                each = f"DataLoader(batch_size={micro})" if micro else "DataLoader(batch_size=...)"
-                self._note(path, self.given[path], NOT_NEEDED, f"the loop's own: {each}")
-        if calls > 1:
-            note = f"; the gradients add up: divide the loss by {calls} (Trainer does)"
-            self._honour(calls_key, ACCUMULATION, calls, note)
-        elif calls_key in self.given:
-            self._note(calls_key, calls, NOT_NEEDED, "one backward() for each step")
-
-    def _count(self, path: str) -> int:
-        value = self.given[path]
-        if isinstance(value, bool) or not isinstance(value, int | float) or value < 1 or value % 1:
-            raise ValueError(f"{path} must be a whole number from 1 on, not {value!r}")
-        return int(value)
-
-    def _number(self, path: str, default: float) -> float:
-        value = self.given.get(path, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
-            raise ValueError(f"{path} must be a number from 0 on, not {value!r}")
-        return value
-
-    def _clipping(self) -> None:
-        path = "gradient_clipping"
-        norm = self._number(path, CLIPPING_DEFAULT)
-        if norm > 0:
-            older = "" if path in self.given else OLDER_CLIPPING
-            self._honour(path, "max_grad_norm", float(norm), older)
+def _take(given: dict[str, Any], found: WrapKeywords) -> None:
+    """Keys that belong together first, then every other one by its verdict. Rows are in the order
+    of the file."""
+    enabled = {section: bool(given.get(f"{section}.enabled")) for section in ("fp16", "bf16")}
+    if all(enabled.values()):
+        raise ValueError("fp16 and bf16 are both enabled: DeepSpeed takes one of them")
+    _take_batch(given, found)
+    _take_drives(given, found)
+    for section, make in (("optimizer", optimizer_of), ("scheduler", schedule_of)):
+        _take_type(section, make, given, found)
+    if enabled["fp16"]:
+        _take_scaler(given, found)
+    checks = {"bf16.check_grad_overflow": True} if enabled["bf16"] else {}
+    taken = {row.key for row in found.rows}
+    said = {"gradient_clipping": 1.0, **checks, **given}
+    for key in sorted(said, key=lambda key: key.startswith("data_types.")):  # whose dtype wins
+        if key in taken:
+            continue
+        value, verdict = said[key], KEYS[key]
+        if not enabled.get(key.partition(".")[0], True):
+            found.note(key, value, NOT_NEEDED, "off")
+        elif isinstance(verdict, Keyword) and (made := verdict.make(value)) is None:
+            found.note(key, value, NOT_NEEDED, verdict.off)
+        elif isinstance(verdict, Keyword):
+            found[verdict.name] = made
+            absent = "" if key in given else DEFAULTS[key]
+            found.note(key, value, HONOURED, f"{verdict.name}={made!r}{verdict.more}{absent}")
+        elif isinstance(verdict, Refused):
+            on = verdict.is_on(value)
+            found.note(key, value, REFUSED if on else NOT_NEEDED, verdict.instead if on else "off")
         else:
-            self._note(path, norm, NOT_NEEDED, "nothing is clipped")
+            found.note(key, value, NOT_NEEDED, verdict or "belongs to a type, and none is taken")
+    order = {key: place for place, key in enumerate(given)}
+    found.rows.sort(key=lambda row: order.get(row.key, len(order)))
 
-    def _on(self, section: str) -> bool:
-        """Whether a section is enabled. Where it is not, nothing else in it counts."""
-        if self.given.get(f"{section}.enabled"):
-            return True
-        for path, value in self.given.items():
-            if path.startswith(f"{section}."):
-                self._note(path, value, NOT_NEEDED, "off")
-        return False
 
-    def _float16(self) -> None:
-        if not self._on("fp16"):
-            return
-        if self.given.get("bf16.enabled"):
-            raise ValueError("fp16 and bf16 are both enabled: DeepSpeed takes one of them")
-        self._honour("fp16.enabled", "dtype", torch.float16)
-        power = self._number("fp16.initial_scale_power", 16)
-        window = self._number("fp16.loss_scale_window", 1000)
-        self.found._scaler = {"init_scale": 2.0**power, "growth_interval": int(window)}
-        for path in ("fp16.initial_scale_power", "fp16.loss_scale_window"):
-            if path in self.given:
-                self._note(path, self.given[path], HONOURED, "scaler(), a strata.GradScaler")
-        if scale := self._number("fp16.loss_scale", 0):
-            says = "write 0: scaler() adapts its scale, and has no fixed one"
-            self._note("fp16.loss_scale", scale, REFUSED, says)
-        else:
-            says = "scaler(): scale(loss).backward(), step(optimizer), update() (Trainer has one)"
-            self._note("fp16.loss_scale", self.given.get("fp16.loss_scale", 0), HONOURED, says)
+def _take_batch(given: dict[str, Any], found: WrapKeywords) -> None:
+    """From two sizes DeepSpeed computes the third one, for as many processes as were started."""
+    processes = processes_started()
+    total, micro, calls = (
+        None if given.get(key) in (None, AUTO) else number(key, given[key], whole=True)
+        for key in BATCH_KEYS
+    )
+    total_key, micro_key, calls_key = BATCH_KEYS
+    here = "one process" if processes == 1 else f"{processes} processes"
+    refusal = ""
+    if total and micro:
+        times, rest = divmod(total, micro * processes)
+        if rest or calls not in (None, times):
+            refusal = f"is not {micro_key} {micro} x {calls_key} {calls or 1} in {here}"
+            refusal += "" if rest else f": {calls_key} {times} gives the same batch in {here}"
+        calls = calls or max(1, times)
+    elif total:
+        micro, rest = divmod(total, (calls or 1) * processes)
+        if rest:
+            by = [f"{calls_key} {calls}"] * bool(calls) + [here] * (processes > 1)
+            refusal = f"cannot be divided by {' and '.join(by)}"
+    each = f"the loop's own: DataLoader(batch_size={micro or '...'})"
+    for key in (total_key, micro_key):
+        if key == total_key and refusal:
+            found.note(key, total, REFUSED, refusal)
+        elif key in given:
+            found.note(key, given[key], NOT_NEEDED, each)
+    calls = calls or 1
+    if calls > 1:
+        found[ACCUMULATION] = calls
+        says = f"{ACCUMULATION}={calls}; the gradients add up: divide the loss by {calls} (Trainer"
+        found.note(calls_key, given.get(calls_key, calls), HONOURED, f"{says} does)")
+    elif calls_key in given:
+        found.note(calls_key, calls, NOT_NEEDED, "one backward() for each step")
 
-    def _bfloat16(self) -> None:
-        if not self._on("bf16"):
-            return
-        self._honour("bf16.enabled", "dtype", torch.bfloat16)
-        path = "bf16.check_grad_overflow"
-        if self.given.get(path, True):  # DeepSpeed's default
-            self._honour(path, "skip_nonfinite", True)
-        else:
-            self._note(path, False, NOT_NEEDED, "steps are not checked unless asked")
-        path = "bf16.bf16_optimizer_states"
-        if self.given.get(path):
-            self._honour(path, "state_dtype", torch.bfloat16, ", rounded stochastically")
-        elif path in self.given:
-            self._note(path, False, NOT_NEEDED, "moments are float32")
 
-    def _data_types(self) -> None:
-        path = "data_types.param_dtype"
-        if (name := self.given.get(path)) is not None:
-            if name not in DTYPES:
-                raise ValueError(f"unknown {path} {name!r}: {nearest(str(name), DTYPES)}")
-            self._honour(path, "dtype", DTYPES[name])
-        elif path in self.given:
-            self._note(path, None, NOT_NEEDED, "bf16 and fp16 say it")
-        path = "data_types.grad_accum_dtype"
-        if path in self.given:
-            says = "gradients of several backward() calls add up in float32"
-            self._note(path, self.given[path], NOT_NEEDED, says)
+def _take_drives(given: dict[str, Any], found: WrapKeywords) -> None:
+    """All tiers are open to everything. What DeepSpeed offloads to NVMe names the SSDs."""
+    places: list[str] = []
+    for part in ("offload_param", "offload_optimizer"):
+        device_key, place_key = (f"zero_optimization.{part}.{n}" for n in ("device", "nvme_path"))
+        device, place = given.get(device_key, "none"), given.get(place_key)
+        check_choice(device_key, str(device), ("none", "cpu", "nvme"))
+        if device == "nvme" and place:
+            places += [str(place)] * (str(place) not in places)
+            found.note(place_key, place, HONOURED, f"ssd_path={str(place)!r}")
+        elif device == "nvme":
+            found.note(device_key, device, REFUSED, "needs nvme_path, a folder on the drive")
+        elif place_key in given:
+            found.note(place_key, place, NOT_NEEDED, f"device is {device!r}")
+    if places:
+        found["ssd_path"] = places[0] if len(places) == 1 else places
 
-    def _offload(self) -> None:
-        """All tiers are open to everything; what DeepSpeed offloads to NVMe names the SSDs."""
-        places: list[str] = []
-        zero = "zero_optimization"
-        for section in (f"{zero}.offload_param", f"{zero}.offload_optimizer"):
-            device_key, path_key = f"{section}.device", f"{section}.nvme_path"
-            device = self.given.get(device_key, "none")
-            if device not in DEVICES:
-                raise ValueError(
-                    f"unknown {device_key} {device!r}: {nearest(str(device), DEVICES)}"
-                )
-            place = self.given.get(path_key)
-            if device == "nvme" and place:
-                places += [str(place)] * (str(place) not in places)
-                says = f"ssd_path={str(place)!r}: what has no room in memory rests there"
-                self._note(device_key, device, HONOURED, says)
-                self._note(path_key, place, HONOURED, f"ssd_path={str(place)!r}")
-            elif device == "nvme":
-                self._note(device_key, device, REFUSED, "needs nvme_path, a folder on the drive")
-            elif device_key in self.given:
-                self._note_host(device_key, device == "cpu")
-            if path_key in self.given and device != "nvme":
-                self._note(path_key, place, NOT_NEEDED, f"device is {device!r}")
-        for path in (f"{zero}.cpu_offload", f"{zero}.cpu_offload_param"):
-            if path in self.given:
-                self._note_host(path, bool(self.given[path]))
-        if places:
-            self.found["ssd_path"] = places[0] if len(places) == 1 else places
 
-    def _note_host(self, path: str, offloads: bool) -> None:
-        says = "what has no room on the device rests in host memory, in any case"
-        self._note(path, self.given[path], HONOURED if offloads else NOT_NEEDED, says)
+def _take_scaler(given: dict[str, Any], found: WrapKeywords) -> None:
+    read = {"initial_scale_power": 16.0, "loss_scale_window": 1000.0}
+    for name in read:
+        if (key := f"fp16.{name}") in given:
+            read[name] = number(key, given[key])
+            found.note(key, given[key], HONOURED, "scaler(), a strata.GradScaler")
+    power, window = read.values()
+    found.scaling = {"init_scale": 2.0**power, "growth_interval": int(window)}
 
-    def _optimizer(self) -> None:
-        path, params_path = "optimizer.type", "optimizer.params"
-        name, given = self.given.get(path), self._params("optimizer")
-        if name is None:
-            return
-        if given.pop("fp32_optimizer_states", True) is False:
-            self._honour(params_path, "state_dtype", torch.bfloat16, ", rounded stochastically")
-        try:
-            kind, arguments = optimizer_of(str(name), given)
-        except ValueError as error:
-            self._note(path, name, REFUSED, str(error))
-            return
-        self.found._optimizer = kind, arguments
+
+def _take_type(section: str, make: Any, given: dict[str, Any], found: WrapKeywords) -> None:
+    """What a section makes, from `type` and `params`. Raises TypeError and ValueError."""
+    type_key, params_key = f"{section}.type", f"{section}.params"
+    name, params = given.get(type_key), given.get(params_key)
+    if params is not None and not isinstance(params, Mapping):
+        raise TypeError(f"{params_key} must be a dictionary, not {params!r}")
+    if params and name is None:
+        raise ValueError(f"{section} has params, and no type that they could be for")
+    if name is None:
+        return
+    params = dict(params or {})
+    says = "as above"
+    if section == "optimizer" and params.pop("fp32_optimizer_states", True) is False:
+        found["state_dtype"] = torch.bfloat16
+        says = f"state_dtype={torch.bfloat16!r}, rounded stochastically"
+    try:
+        kind, arguments = found.made[section] = make(str(name), params)
+    except ValueError as error:
+        found.note(type_key, name, REFUSED, str(error))
+        return
+    if section == "optimizer":
         written = ", ".join(f"{word}={value!r}" for word, value in arguments.items())
         home = "strata" if kind.__module__.startswith("strata") else "torch.optim"
-        says = f"optimizer(params) makes {home}.{kind.__name__}(params, {written})"
-        self._note(path, name, HONOURED, says)
-        self._note_params(params_path)
-
-    def _scheduler(self) -> None:
-        path, params_path = "scheduler.type", "scheduler.params"
-        name, given = self.given.get(path), self._params("scheduler")
-        if name is None:
-            return
-        try:
-            check_schedule(str(name), given)
-        except ValueError as error:
-            self._note(path, name, REFUSED, str(error))
-            return
-        self.found._schedule = str(name), given
-        says = "scheduler(optimizer) makes one with the same rates"
-        if str(name) not in SCHEDULES:
-            says = f"scheduler(optimizer) makes torch.optim.lr_scheduler.{name}"
-        self._note(path, name, HONOURED, says + "; the loop steps it (Trainer does)")
-        self._note_params(params_path)
-
-    def _params(self, section: str) -> dict[str, Any]:
-        value = self.given.get(f"{section}.params")
-        if value is not None and not isinstance(value, Mapping):
-            raise TypeError(f"{section}.params must be a dictionary, not {value!r}")
-        if value and self.given.get(f"{section}.type") is None:
-            raise ValueError(f"{section} has params, and no type that they could be for")
-        return dict(value or {})
-
-    def _note_params(self, path: str) -> None:
-        if path in self.given and path not in {row.key for row in self.found.rows}:
-            self._note(path, self.given[path], HONOURED, "as above")
+        made = f"optimizer(params) makes {home}.{kind.__name__}(params, {written})"
+    else:
+        like = "one with the same rates" if name in SCHEDULES else kind.__name__
+        made = f"scheduler(optimizer) makes {like}; the loop steps it (Trainer does)"
+    found.note(type_key, name, HONOURED, made)
+    if params_key in given:
+        found.note(params_key, given[params_key], HONOURED, says)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,7 +20,7 @@ from ..._config import machine
 from ..._config.sizes import format_rate, format_size
 from ..._errors import import_failure
 from ..._planning.budget_check import KINDS
-from ..._report.report_text import wear_lines
+from ..._report.report_text import folded, wear_lines
 from .facts import BAD, WARNING, Fact, facts
 
 if TYPE_CHECKING:
@@ -233,10 +232,4 @@ def _billions(count: int) -> str:
 
 
 def _wrapped(text: str, indent: int) -> list[str]:
-    return textwrap.wrap(
-        text,
-        COLUMNS,
-        subsequent_indent=" " * indent,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
+    return folded(text, COLUMNS, indent)

@@ -1,31 +1,30 @@
 """The data of a run: made from what --data names, and kept in the output folder.
 
-    with prepare(options, choice, output, ranks) as data:
-        data.training[0]["input_ids"]        # a window; all are mapped from a file
-        data.keep()                          # the run is accepted
+    data = prepare(options, choice, output, ranks)
+    data.training[0]["input_ids"]        # a window; all are mapped from a file
+    data.keep(output)                    # the run is accepted
 
-A resumed run takes windows and a trained tokenizer from the output folder, so that it sees the very
-same ones; refuse_others() holds it against what it is told now. Until keep() they are in a work
-folder (replacing.py), so that a run which is refused takes nothing away from an earlier one.
+What is read, and the tokens and windows made of it, are in the cache of the datasets library, which
+finds them again by contents, tokenizer and options. A run that is accepted has a copy of its
+windows and of a trained tokenizer in its output folder, and a resumed run reads that: it sees the
+very same ones. refuse_others() holds it against what it is told now.
 """
 
-import contextlib
 import json
-import os
-import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import datasets
 import numpy as np
-from datasets import Dataset, concatenate_datasets
+from datasets import Dataset, DatasetDict, concatenate_datasets
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from ..._config.ranks import Ranks
 from ..._config.sizes import parse_size
-from ..._storage.replacing import WorkFolder, dead_folders, remove, writing
+from ..._storage.replacing import write_text, writing
 from ..models import Choice
 from .encode import encoded, packed, template
 from .files import DataError, find_sources, read_sources
@@ -34,9 +33,8 @@ from .origin import ANEW, origin, refuse_other_data, refuse_other_model
 from .ranks import led
 
 DATA_NAME, TOKENIZER_NAME = "data", "tokenizer"  # folders in the output
-READY_NAME = "ready.json"  # written last: the folder is then complete
+FACTS_NAME = "facts.json"  # in the first: what is known of the windows
 PARTS = ("training", "held_out")
-TARGET = "tokens"
 PROMPT_CHARACTERS = 200
 END = "<|endoftext|>"
 VOCABULARY_MIN = 256 + 1  # all bytes, and the end of a text
@@ -45,47 +43,55 @@ TRAINING_CHARACTERS_MAX = 32_000_000  # more text changes a small vocabulary lit
 
 @dataclass(frozen=True)
 class Data:
-    """What a run reads. `prompt` is the beginning of something held out, `count` how many documents
-    and records there are. keep() gives the files their places in the output."""
+    """What a run reads: windows by part, and facts, which are JSON. `prompt` is the beginning of
+    something held out, `count` the number of documents and records, `origin` what they were made
+    from, `tokenizer` the one that was trained, or null."""
 
     tokenizer: Any
-    training: Dataset
-    held_out: Dataset
-    prompt: str
-    count: int
-    keep: Callable[[], None]
+    windows: DatasetDict
+    facts: dict[str, Any]
+
+    @property
+    def training(self) -> Dataset:
+        """To train on."""
+        return self.windows[PARTS[0]]
+
+    @property
+    def held_out(self) -> Dataset:
+        """To evaluate on."""
+        return self.windows[PARTS[1]]
+
+    def keep(self, output: Path) -> None:
+        """Copies what a resumed run needs."""
+        folder = output / DATA_NAME
+        with writing(folder):
+            self.windows.save_to_disk(folder, num_shards=dict.fromkeys(PARTS, 1))
+            write_text(folder / FACTS_NAME, json.dumps(self.facts))
+        if self.facts["tokenizer"]:
+            self.tokenizer.save_pretrained(output / TOKENIZER_NAME)
 
 
-@contextlib.contextmanager
-def prepare(
-    options: Options, choice: Choice, output: Path, ranks: Ranks | None = None
-) -> Iterator[Data]:
-    """Finds the data and turns it into windows; of several ranks the first does, and the others
+def prepare(options: Options, choice: Choice, output: Path, ranks: Ranks | None = None) -> Data:
+    """Finds the data and turns it into windows. With several ranks the first does, and the others
     read them. Raises DataError where there is too little."""
-    folder = output / DATA_NAME
-    count = ranks.count if ranks is not None else 1
+    datasets.disable_progress_bars()
     if options.results.resume:
-        yield _read(options, choice, folder, output / TOKENIZER_NAME, lambda: None, count)
-        return
-    if ranks is not None and ranks.rank:
-        made = Path(led(ranks, str))
-        yield _read(options, choice, made, made / TOKENIZER_NAME, lambda: None, count)
-        return
-    folder.mkdir(parents=True, exist_ok=True)
-    for left in dead_folders(folder, TARGET):
-        remove(left)
-    with WorkFolder(folder, TARGET) as work:
-        try:
-            tokenizer = work.path / TOKENIZER_NAME
-            with writing(folder):
-                led(ranks, lambda: _make(options, choice, tokenizer, work.path))
-            yield _read(
-                options, choice, work.path, tokenizer, lambda: _place(work.path, output), count
+        facts = json.loads((output / DATA_NAME / FACTS_NAME).read_text())
+        windows = DatasetDict.load_from_disk(output / DATA_NAME)
+    else:
+        cache = Path(datasets.config.HF_DATASETS_CACHE)
+        with writing(cache):
+            facts = json.loads(led(ranks, lambda: json.dumps(_make(options, choice))))
+        files = facts.pop("files")
+        if lost := [file for file in files.values() if not Path(file).is_file()]:
+            raise DataError(
+                f"rank 0 made {lost[0]}, which is not seen here: set HF_DATASETS_CACHE to a folder "
+                "that all machines share"
             )
-        finally:
-            remove(work.path)
-            with contextlib.suppress(OSError):  # of a run that was refused
-                folder.rmdir()
+        windows = DatasetDict({part: Dataset.from_file(files[part]) for part in PARTS})
+    _check_enough(windows, options, ranks.count if ranks is not None else 1)
+    tokenizer = choice.load_tokenizer() or _wrapped(Tokenizer.from_str(facts["tokenizer"]))
+    return Data(tokenizer, windows, facts)
 
 
 def check_vocabulary(choice: Choice) -> None:
@@ -101,97 +107,66 @@ def check_vocabulary(choice: Choice) -> None:
 def refuse_others(options: Options, choice: Choice, output: Path) -> None:
     """Raises ValueError where a run that is resumed would not be the one that it continues: other
     data are named than it read, or it has lost them, or its model is described otherwise."""
-    ready = output / DATA_NAME / READY_NAME
-    needed = [ready, *(output / DATA_NAME / f"{part}.arrow" for part in PARTS)]
-    needed += [] if choice.tokenizer else [output / TOKENIZER_NAME / "tokenizer.json"]
-    for file in needed:
+    folder = output / DATA_NAME
+    shards = [folder / part / "data-00000-of-00001.arrow" for part in PARTS]
+    for file in (folder / FACTS_NAME, folder / "dataset_dict.json", *shards):
         if not file.is_file():
             raise ValueError(f"cannot resume: the run has lost {file}: {ANEW}")
-    before = json.loads(ready.read_text()).get("origin", {})
+    before = json.loads((folder / FACTS_NAME).read_text())["origin"]
     refuse_other_model(before, choice, output)
     if "data" in options.given:
         refuse_other_data(before, options.start.data, output)
 
 
-def _make(options: Options, choice: Choice, trained: Path, folder: Path) -> str:
-    """Returns where the windows are. `trained`: where a tokenizer goes that has to be trained."""
+def _make(options: Options, choice: Choice) -> dict[str, Any]:
+    """Facts, and the `files` of the windows by part, in the cache."""
     start = options.start
     limit = None if start.data_limit is None else parse_size(start.data_limit)
     limit_told = f" within --data-limit {start.data_limit}" if start.data_limit else ""
     named = find_sources(start.data)
-    found = read_sources(named, start.held_out, folder / "read")
+    found = read_sources(named, start.held_out)
     sources = limited(list(found), limit, options.training.seed)
     parts = [split(rows, start.held_out, options.training.seed) for rows in sources]
-    tokenizer = choice.load_tokenizer()
+    tokenizer, trained = choice.load_tokenizer(), None
     if tokenizer is None:
         texts = (text for training, _ in parts for row in training for text in _strings(row))
         tokenizer = train_tokenizer(texts, choice.config.vocab_size)
-        tokenizer.save_pretrained(trained)
+        trained = tokenizer.backend_tokenizer.to_str()
     if len(tokenizer) > choice.config.vocab_size:
         raise ValueError(
             f"the tokenizer in {choice.tokenizer} has {len(tokenizer)} tokens, the model's "
             f"vocabulary {choice.config.vocab_size}"
         )
-    for name, rows_of in zip(PARTS, zip(*parts, strict=True), strict=True):
+    files = {}
+    for part, rows_of in zip(PARTS, zip(*parts, strict=True), strict=True):
         if not any(map(len, rows_of)):
             raise DataError(
                 "nothing is left to hold out: none of the data has two pieces of text or two "
                 f"records{limit_told}. More data{limit_told and ' or a larger limit'} would help"
             )
-        tokens = [
-            encoded(rows, tokenizer, folder / f"{name}-{i}.arrow")
-            for i, rows in enumerate(rows_of)
-            if len(rows)
-        ]
-        packed(concatenate_datasets(tokens), start.sequence, folder / f"{name}.arrow")
-    count = sum(sum(rows["ends"]) if "ends" in rows.features else len(rows) for rows in sources)
+        tokens = [encoded(rows, tokenizer) for rows in rows_of if len(rows)]
+        windows = packed(concatenate_datasets(tokens), start.sequence)
+        files[part] = windows.cache_files[0]["filename"]
     held_out = next(rows for _, rows in parts if len(rows))
-    prompt = _prompt(tokenizer, held_out[0])
-    ready = {"count": count, "prompt": prompt, "origin": origin(choice, named)}
-    (folder / READY_NAME).write_text(json.dumps(ready))
-    return str(folder)
+    return {
+        "files": files,
+        "count": sum(sum(r["ends"]) if "ends" in r.features else len(r) for r in sources),
+        "prompt": _prompt(tokenizer, held_out[0]),
+        "origin": origin(choice, named),
+        "tokenizer": trained,
+    }
 
 
-def _read(
-    options: Options,
-    choice: Choice,
-    folder: Path,
-    tokenizer: Path,
-    keep: Callable[[], None],
-    ranks: int,
-) -> Data:
-    ready = json.loads((folder / READY_NAME).read_text())
-    windows = [Dataset.from_file(str(folder / f"{name}.arrow")) for name in PARTS]
+def _check_enough(windows: DatasetDict, options: Options, ranks: int) -> None:
     least = (options.training.batch * ranks, 1)
     batches = f"a batch for each of {ranks} ranks" if ranks > 1 else "a batch"
-    for name, found, needed in zip(PARTS, windows, least, strict=True):
-        if len(found) < needed:
+    for part, needed in zip(PARTS, least, strict=True):
+        if len(windows[part]) < needed:
             raise DataError(
-                f"the {name.replace('_', '-')} data have {len(found)} windows of "
+                f"the {part.replace('_', '-')} data have {len(windows[part])} windows of "
                 f"{options.start.sequence} tokens, less than {batches if needed > 1 else 'one'}: "
                 "more data, a shorter --sequence or a smaller --batch would help"
             )
-    return Data(
-        tokenizer=choice.load_tokenizer() or AutoTokenizer.from_pretrained(tokenizer),
-        training=windows[0],
-        held_out=windows[1],
-        prompt=ready["prompt"],
-        count=ready["count"],
-        keep=keep,
-    )
-
-
-def _place(work: Path, output: Path) -> None:
-    """Moves windows, and copies a tokenizer, whose folder may be on another disk."""
-    folder, tokenizer = output / DATA_NAME, output / TOKENIZER_NAME
-    (folder / READY_NAME).unlink(missing_ok=True)
-    if (work / TOKENIZER_NAME).is_dir():
-        tokenizer.mkdir(exist_ok=True)
-        for file in (work / TOKENIZER_NAME).iterdir():
-            shutil.copyfile(file, tokenizer / file.name)
-    for name in (*(f"{part}.arrow" for part in PARTS), READY_NAME):
-        os.replace(work / name, folder / name)
-    remove(work)
 
 
 def limited(sources: list[Dataset], limit: int | None, seed: int) -> list[Dataset]:
@@ -226,6 +201,10 @@ def train_tokenizer(texts: Iterable[str], vocabulary: int) -> Any:
         show_progress=False,
     )
     tokenizer.train_from_iterator(_first(texts, TRAINING_CHARACTERS_MAX), trainer)
+    return _wrapped(tokenizer)
+
+
+def _wrapped(tokenizer: Tokenizer) -> Any:
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, bos_token=END, eos_token=END, pad_token=END
     )

@@ -1,7 +1,9 @@
 """Rows of text and of records become tokens, and windows of equal length to train on.
 
-    tokens = encoded(rows, tokenizer, cache_file)          # a Dataset of input_ids and labels
-    windows = packed(tokens, sequence=512, cache_file)     # the same columns, 512 each
+    tokens = encoded(rows, tokenizer)              # a Dataset of input_ids and labels
+    windows = packed(tokens, sequence=512)         # the same columns, 512 each
+
+Both are found again in the cache of the datasets library.
 
 A row is one of
 
@@ -20,9 +22,11 @@ from pathlib import Path
 from typing import Any
 
 from datasets import Dataset, Features, List, Value
+from datasets.fingerprint import Hasher
 
 from .files import DataError
 
+SOURCE = Path(__file__).read_bytes()
 IGNORED = -100  # of labels, in Transformers
 COLUMNS = Features({"input_ids": List(Value("int32")), "labels": List(Value("int32"))})
 ROWS_TOGETHER = 256
@@ -32,7 +36,7 @@ Tokens = tuple[list[int], list[int]]  # and their labels
 Columns = dict[str, list[Any]]
 
 
-def encoded(rows: Dataset, tokenizer: Any, cache_file: Path) -> Dataset:
+def encoded(rows: Dataset, tokenizer: Any) -> Dataset:
     """The tokens of every row. Raises DataError for records of another kind."""
     encode = _texts if "ends" in rows.column_names else _records
     return rows.map(
@@ -41,23 +45,24 @@ def encoded(rows: Dataset, tokenizer: Any, cache_file: Path) -> Dataset:
         batch_size=ROWS_TOGETHER,
         remove_columns=rows.column_names,
         features=COLUMNS,
-        cache_file_name=str(cache_file),
-        load_from_cache_file=False,
-        new_fingerprint=cache_file.stem,
+        new_fingerprint=_fingerprint(rows, tokenizer),
     )
 
 
-def packed(tokens: Dataset, sequence: int, cache_file: Path) -> Dataset:
+def packed(tokens: Dataset, sequence: int) -> Dataset:
     """Windows, without those that hold nothing to learn; what does not fill one is left out."""
     return tokens.map(
         _Packer(sequence),
         batched=True,
         batch_size=ROWS_TOGETHER,
         features=COLUMNS,
-        cache_file_name=str(cache_file),
-        load_from_cache_file=False,
-        new_fingerprint=cache_file.stem,
+        new_fingerprint=_fingerprint(tokens, sequence),
     )
+
+
+def _fingerprint(rows: Dataset, made_by: Any) -> str:
+    """Names what is made of the rows. The library's own would not change with this file."""
+    return Hasher.hash([rows._fingerprint, made_by, SOURCE])
 
 
 class _Packer:

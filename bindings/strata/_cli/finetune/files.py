@@ -1,26 +1,29 @@
 """What `strata finetune` reads: text files, and files of records, as rows of the datasets library.
 
     sources = find_sources(["notes/", "chats.jsonl"])
-    for rows in read_sources(sources, piece_share=0.05, cache=work):     # datasets.Dataset
+    for rows in read_sources(sources, piece_share=0.05):     # datasets.Dataset
         rows[0]["text"]
 
-A file that ends in .jsonl or .parquet holds records. Everything else that reads as UTF-8 is text:
-a document. Folders are searched recursively; hidden files and what is not text are passed over.
-Documents are cut into pieces at ends of lines, so that none of them is in memory as a whole, and so
-that a part of a single one can be held out.
+A file that ends in .jsonl or .parquet holds records. Everything else that reads as UTF-8 is text: a
+document. Rows are in the cache of the datasets library. Folders are searched recursively; hidden
+files and what is not text are passed over. Documents are cut into pieces at ends of lines, so that
+none of them is in memory as a whole, and so that a part of a single one can be held out.
 """
 
+import functools
+import hashlib
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import datasets
-from datasets import Dataset, Features, Value
+from datasets import Dataset, Features, Value, load_dataset
+from datasets.fingerprint import Hasher
 
 from ..._errors import listed
 from ..._storage.replacing import no_room
 
+SOURCE = Path(__file__).read_bytes()
 SKIPPED_FOLDERS = frozenset({"__pycache__", "dist-packages", "node_modules", "site-packages"})
 RECORDS = {".jsonl": "json", ".parquet": "parquet"}  # what the library calls their formats
 PIECE_CHARACTERS = 16_384
@@ -37,6 +40,11 @@ class Sources:
 
     texts: list[Path]
     records: list[Path]
+
+    @functools.cached_property
+    def digests(self) -> dict[str, str]:
+        """Of all files by their paths, in the order in which they are read."""
+        return {str(file): digest(file) for file in (*self.texts, *self.records)}
 
 
 def find_sources(paths: Iterable[str | Path]) -> Sources:
@@ -65,27 +73,34 @@ def find_sources(paths: Iterable[str | Path]) -> Sources:
     return Sources(texts, records)
 
 
-def read_sources(sources: Sources, piece_share: float, cache: Path) -> Iterator[Dataset]:
+def read_sources(sources: Sources, piece_share: float) -> Iterator[Dataset]:
     """Rows of all texts, with `text` and whether it `ends` a document, then those of each file of
-    records; mapped from files in `cache`. A piece of text is no more than `piece_share` of all."""
-    datasets.disable_progress_bars()
+    records. A piece of text is no more than `piece_share` of all."""
     if sources.texts:
         total = sum(file.stat().st_size for file in sources.texts)
         size = max(1, min(PIECE_CHARACTERS, int(piece_share * total)))
-        arguments = {"files": list(map(str, sources.texts)), "size": size}
+        files = list(map(str, sources.texts))
         yield Dataset.from_generator(
-            _pieces, features=TEXT, gen_kwargs=arguments, cache_dir=str(cache), split="train"
+            _pieces,
+            features=TEXT,
+            gen_kwargs={"files": files, "size": size},
+            # The library's own would know names and not contents.
+            fingerprint=Hasher.hash([[sources.digests[file] for file in files], size, SOURCE]),
         )
     for file in sources.records:
         try:
-            yield datasets.load_dataset(
-                RECORDS[file.suffix], data_files=str(file), split="train", cache_dir=str(cache)
-            )
+            yield load_dataset(RECORDS[file.suffix], data_files=str(file), split="train")
         except Exception as error:  # the library raises whatever its parsers do
             if no_room(error):
                 raise
             why = " ".join(str(error.__cause__ or error).split())
             raise DataError(f"{file} cannot be read as records: {why}") from error
+
+
+def digest(file: Path) -> str:
+    """Of its contents."""
+    with open(file, "rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
 def _files(path: Path) -> Iterator[Path]:

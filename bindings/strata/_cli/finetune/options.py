@@ -3,162 +3,141 @@
 options = parse(["--model", "llama-25m", "--data", "notes/", "--steps", "100"], "...")
 options.training.steps, options.memory.budgets()
 
-A field is an option, its docstring the help, which has one line: tyro keeps line breaks. tyro makes
-the parser of them. A file of options is put in front of the command line, so that both are read
-alike, and what comes last wins.
+A field is an option, under its name. A file of options is put in front of the command line, so that
+both are read alike, and what comes last wins. Values that are saved again stay as they are written.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn
+from typing import Any
 
-import tyro
 import yaml
-from tyro.constructors import PrimitiveConstructorSpec
 
 from ..._config.choices import (
-    as_written,
+    DTYPES,
     check_base,
     check_split,
     count,
-    folder,
     fraction,
     number,
     page_size,
-    parse_device,
     positive,
-    workers,
 )
-from ..._config.launched import rank_name
 from ..._config.sizes import parse_size, parse_some
 from ..._config.update_modes import LockFree, parse_update
-from ..._errors import nearest, nearest_option
+from ..._errors import nearest
 from ..._storage.replacing import write_whole
-from ..lora import parse_lora
+from ..options import DEFAULT, ENDURANCE, MODEL, UPDATE, WORKERS, Parser, adder
 from .identity import IDENTITY, differences
 
 OPTIONS_NAME = "options.yaml"
 NOT_KEPT = ("config", "resume", "overwrite")
 
 
-def _given(parse: Callable[[str], Any], metavar: str) -> Any:
-    """How an option is read, and how help calls it."""
-    return PrimitiveConstructorSpec(
-        nargs=1,
-        metavar=metavar,
-        instance_from_str=lambda words: parse(words[0]),
-        is_instance=lambda value: True,
-        str_from_instance=lambda value: [str(value)],
-    )
+def _option(
+    default: Any,
+    help: str,
+    parse: Callable[[str], Any] | None = None,
+    metavar: str | None = None,
+    **more: Any,
+) -> Any:
+    """A field, and what the command line knows of it. Without `parse` it is read as by other
+    commands, or is any text."""
+    shown = default not in (None, "", ()) and not isinstance(default, bool)
+    if shown and DEFAULT not in help:
+        help += f" ({DEFAULT})"
+    told = {"parse": parse, "metavar": metavar, "help": help, **more}
+    return field(default=default, metadata={k: v for k, v in told.items() if v is not None})
 
 
-def _several(parse: Callable[[str], str], metavar: str) -> Any:
-    """As _given(), for options that take any number of words."""
-    return PrimitiveConstructorSpec(
-        nargs="*",
-        metavar=metavar,
-        instance_from_str=lambda words: tuple(map(parse, words)),
-        is_instance=lambda value: True,
-        str_from_instance=list,
-    )
+def _size(help: str, parse: Callable[[str], int] = parse_size) -> Any:
+    return _option(None, help, parse, "SIZE")
 
 
-def _page_size(text: str) -> str:
-    return text if text == "auto" else as_written(page_size)(text)
+def _count(default: int | None, help: str, parse: Callable[[str], int] = count) -> Any:
+    return _option(default, help, parse, "N")
 
 
-# Help names no default: its text says what is done without the option.
-Unset = tyro.conf.arg(help_behavior_hint="")
-
-# Sizes, devices and modes stay as people write them.
-Text = Annotated[str | None, _given(str, "TEXT"), Unset]
-Name = Annotated[str | None, _given(str, "PATH"), Unset]
-Size = Annotated[str | None, _given(as_written(parse_size), "SIZE"), Unset]
-SomeSize = Annotated[str | None, _given(as_written(parse_some), "SIZE"), Unset]
-Positive = Annotated[int, _given(positive, "N")]
-Count = Annotated[int, _given(count, "N")]
-Some = Annotated[int | None, _given(positive, "N"), Unset]
-Possible = Annotated[int | None, _given(count, "N"), Unset]
-Number = Annotated[float, _given(number, "NUMBER")]
+def _page_size(text: str) -> int | str:
+    return text if text == "auto" else page_size(text)
 
 
 @dataclass(frozen=True)
 class Start:
-    """What is trained, and on what."""
+    """what is trained, and on what"""
 
-    config: Name = None
-    """a YAML file of options, under their names; the command line wins"""
-    model: Annotated[
-        str,
-        _given(str, "DIR|CONFIG|SIZE"),
-        tyro.conf.arg(
-            help="needed: a save_pretrained folder, a config.json, or a fresh model of a size: "
-            "llama-10m, llama-25m, llama-110m, llama-350m, llama-1b",
-            help_behavior_hint="",
-        ),
-    ] = ""
-    data: Annotated[
-        tuple[str, ...],
-        _several(str, "PATH ..."),
-        tyro.conf.arg(
-            help="needed: text, .jsonl and .parquet files, or folders searched for them. Records "
-            "have messages, prompt and completion, instruction and output, or text; questions are "
-            "read, and only answers learned",
-            help_behavior_hint="",
-        ),
-    ] = ()
-    data_limit: SomeSize = None
-    """use so much of the data at most"""
-    held_out: Annotated[float, _given(fraction, "PART")] = 0.05
-    """part of the data kept for evaluation"""
-    sequence: Positive = 512
-    """tokens of a window; documents and records are packed into windows"""
-    vocabulary: Some = None
-    """tokens of the tokenizer trained for a fresh model; without it 8192, or its config's"""
-    lora: Annotated[str | None, _given(as_written(parse_lora), "r=N[,...]"), Unset] = None
-    """train adapters of a saved model: r=8, or r=8,alpha=16,dropout=0.05,targets=q_proj+v_proj"""
-    trust_remote_code: bool = False
-    """run the code that comes with the model"""
+    config: str | None = _option(
+        None, "a YAML file of options, under their names; the command line wins", metavar="PATH"
+    )
+    model: str = _option(
+        "",
+        "needed: a save_pretrained folder, a config.json, or a fresh model of a size: llama-10m, "
+        "llama-25m, llama-110m, llama-350m, llama-1b",
+        metavar=MODEL,
+    )
+    data: tuple[str, ...] = _option(
+        (),
+        "needed: text, .jsonl and .parquet files, or folders searched for them. Records have "
+        "messages, prompt and completion, instruction and output, or text; questions are read, and "
+        "only answers learned",
+        metavar="PATH",
+    )
+    data_limit: str | None = _size("use so much of the data at most", parse_some)
+    held_out: float = _option(0.05, "part of the data kept for evaluation", fraction, "PART")
+    sequence: int = _option(
+        512, "tokens of a window; documents and records are packed into windows"
+    )
+    vocabulary: int | None = _count(
+        None,
+        "tokens of the tokenizer trained for a fresh model; without it 8192, or its config's",
+        positive,
+    )
+    lora: str | None = _option(
+        None,
+        "train adapters of a saved model: r=8, or r=8,alpha=16,dropout=0.05,targets=q_proj+v_proj",
+    )
+    trust_remote_code: bool = _option(False, "run the code that comes with the model")
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Where it lives."""
+    """where it lives"""
 
-    device: Annotated[str, _given(as_written(parse_device), "NAME")] = "auto"
-    """what computes: auto, host, cuda or cuda:0"""
-    device_memory: Size = None
-    """budget of the device tier, such as 256MiB; without it, from what is free"""
-    host_memory: Size = None
-    """budget of the host tier; without it, from what is free"""
-    ssd_memory: Size = None
-    """budget of the ssd tier; without it, from what --ssd-path has free"""
-    ssd_path: Annotated[tuple[str, ...], _several(folder, "DIR ..."), Unset] = ()
-    """folders on one or several disks; without it, there is no ssd tier"""
-    ssd_endurance: SomeSize = None
-    """what the drives last for, all together (TBW on their data sheets), such as 600TB"""
-    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
-    """of the computation; auto: bfloat16, or float32 on a processor without arithmetic for it"""
-    state_dtype: Literal["float32", "bfloat16", "8bit"] = "float32"
-    """of AdamW's moments; shorter ones lose bits"""
-    frozen: Literal["as-is", "int8", "nf4", "nf4-double", "nf4-torchao"] = "as-is"
-    """how the base of adapters rests: as 4 or 8 bits of each weight; needs --lora"""
-    page_size: Annotated[str, _given(_page_size, "SIZE")] = "auto"
-    """of pages, a power of two"""
-    io_engine: Literal["auto", "io_uring", "libaio", "threads", "memory"] = "auto"
-    """how the SSD is read and written"""
-    workers: Annotated[int | None, _given(workers, "N"), Unset] = None
-    """threads that update parameters; without it, by the number of processors"""
-    activations: Literal["auto", "keep", "swap", "recompute"] = "auto"
-    """what becomes of what backward needs: as planned, or so wherever it can be"""
-    split: Some = None
-    """compute units on so many slices of the batch; without it, as planned"""
+    device: str = _option("auto", "what computes: auto, host, cuda or cuda:0")
+    device_memory: str | None = _size(
+        "budget of the device tier, such as 256MiB; without it, from what is free"
+    )
+    host_memory: str | None = _size("budget of the host tier; without it, from what is free")
+    ssd_memory: str | None = _size(
+        "budget of the ssd tier; without it, from what --ssd-path has free"
+    )
+    ssd_path: tuple[str, ...] = _option(
+        (), "folders on one or several disks; without it, there is no ssd tier"
+    )
+    ssd_endurance: str | None = _option(None, ENDURANCE)
+    dtype: str = _option(
+        "auto",
+        "of the computation; auto: bfloat16, or float32 on a processor without arithmetic for it",
+        choices=("auto", *DTYPES),
+    )
+    state_dtype: str = _option("float32", "of AdamW's moments; shorter ones lose bits")
+    frozen: str = _option(
+        "as-is", "how the base of adapters rests: as 4 or 8 bits of each weight; needs --lora"
+    )
+    page_size: str = _option("auto", "of pages, a power of two", _page_size, "SIZE")
+    io_engine: str = _option("auto", "how the SSD is read and written")
+    workers: int | None = _option(None, f"{WORKERS}; without it, by the number of processors")
+    activations: str = _option(
+        "auto", "what becomes of what backward needs: as planned, or so wherever it can be"
+    )
+    split: int | None = _option(
+        None, "compute units on so many slices of the batch; without it, as planned"
+    )
 
     def budgets(self) -> dict[str, str]:
         """Those that were given, by tier, as strata.wrap takes them."""
@@ -168,26 +147,27 @@ class Memory:
 
 @dataclass(frozen=True)
 class Training:
-    """How to train."""
+    """how to train"""
 
-    steps: Positive = 100
-    """of the optimizer"""
-    batch: Positive = 1
-    """windows"""
-    accumulation: Positive = 1
-    """backward calls per step"""
-    lr: Annotated[float | None, _given(number, "RATE"), Unset] = None
-    """peak; without it 6e-4 for a fresh model, 2e-4 with --lora, 2e-5 otherwise"""
-    warmup: Possible = None
-    """steps; without it a tenth, at most 100"""
-    update: Annotated[str, _given(as_written(parse_update), "MODE")] = "on_step"
-    """on_step, in_backward (as gradients come) or lock-free:S (parameters may be S steps old)"""
-    weight_decay: Number = 0.1
-    """of matrices; of norms and biases none"""
-    max_grad_norm: Number = 1.0
-    """gradients are scaled down to it (with in_backward, those of each unit apart); 0: never"""
-    seed: Count = 0
-    """of first values, dropout and the order of windows"""
+    steps: int = _option(100, "of the optimizer")
+    batch: int = _option(1, "windows")
+    accumulation: int = _count(1, "backward calls per step", positive)
+    lr: float | None = _option(
+        None,
+        "peak; without it 6e-4 for a fresh model, 2e-4 with --lora, 2e-5 otherwise",
+        number,
+        "RATE",
+    )
+    warmup: int | None = _count(None, "steps; without it a tenth, at most 100")
+    update: str = _option("on_step", UPDATE)
+    weight_decay: float = _option(0.1, "of matrices; of norms and biases none", number, "NUMBER")
+    max_grad_norm: float = _option(
+        1.0,
+        "gradients are scaled down to it (with in_backward, those of each unit apart); 0: never",
+        number,
+        "NUMBER",
+    )
+    seed: int = _count(0, "of first values, dropout and the order of windows")
 
     def may_skip(self) -> bool:
         """Whether a step whose gradients are not finite can be left out."""
@@ -200,30 +180,33 @@ class Training:
 
 @dataclass(frozen=True)
 class Results:
-    """What to show and keep."""
+    """what to show and keep"""
 
-    output: Annotated[str, _given(str, "DIR")] = "runs/finetune"
-    """where results go"""
-    resume: bool = False
-    """continue the run in --output; its other options are remembered"""
-    overwrite: bool = False
-    """replace an earlier run in --output"""
-    eval_every: Possible = None
-    """steps between evaluations; 0: first and last only; without it a fifth of --steps"""
-    eval_windows: Positive = 16
-    """held-out windows per evaluation"""
-    save_every: Count = 0
-    """steps between checkpoints, for which training waits; 0: none"""
-    snapshot_every: Count = 0
-    """steps between snapshots, which are taken while training goes on; needs --ssd-path; 0: none"""
-    report_to: Annotated[tuple[str, ...], _several(str, "NAME ..."), Unset] = ()
-    """trackers of the Trainer, such as tensorboard or wandb; without it, none"""
-    prompt: Text = None
-    """what the model continues at the end; without it the beginning of held-out data"""
-    generate: Count = 64
-    """tokens to generate at the end; 0: none"""
-    progress: bool = True
-    """a progress bar on a terminal; without it, log lines"""
+    output: str = _option("runs/finetune", "where results go", metavar="DIR")
+    resume: bool = _option(False, "continue the run in --output; its other options are remembered")
+    overwrite: bool = _option(False, "replace an earlier run in --output")
+    eval_every: int | None = _count(
+        None,
+        "steps between evaluations; 0: first and last only; without it a fifth of --steps",
+    )
+    eval_windows: int = _count(16, "held-out windows per evaluation", positive)
+    save_every: int = _count(0, "steps between checkpoints, for which training waits; 0: none")
+    snapshot_every: int = _count(
+        0,
+        "steps between snapshots, which are taken while it trains; needs --ssd-path; 0: none",
+    )
+    report_to: tuple[str, ...] = _option(
+        (),
+        "trackers of the Trainer, such as tensorboard or wandb; without it, none",
+        metavar="NAME",
+    )
+    prompt: str | None = _option(
+        None,
+        "what the model continues at the end; without it the beginning of held-out data",
+        metavar="TEXT",
+    )
+    generate: int = _count(64, "tokens to generate at the end; 0: none")
+    progress: bool = _option(True, "a progress bar on a terminal; without it, log lines")
 
 
 @dataclass(frozen=True)
@@ -234,9 +217,8 @@ class Options:
     memory: Memory = field(default_factory=Memory)
     training: Training = field(default_factory=Training)
     results: Results = field(default_factory=Results)
-    given: Annotated[frozenset[str], tyro.conf.Suppress] = field(
-        default=frozenset(), compare=False
-    )  # names of those that this call gave, and not the run that it continues
+    # Names of those that this call gave, and not the run that it continues.
+    given: frozenset[str] = field(default=frozenset(), compare=False)
 
     def flat(self) -> dict[str, Any]:
         """By name, without groups."""
@@ -316,7 +298,7 @@ def as_arguments(values: Mapping[str, Any]) -> list[str]:
 def parse(
     arguments: Sequence[str], description: str | None, preset: Mapping[str, Any] | None = None
 ) -> Options:
-    """Of `strata finetune`; of a fixed run of it, where `preset` gives its options."""
+    """The options of `strata finetune`, or of a fixed run of it, which `preset` has."""
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     first.add_argument("--config", type=Path)
     first.add_argument("--output")
@@ -326,84 +308,90 @@ def parse(
     given = dict(preset or {}) | in_file
     output = Path(found.output or given.get("output", Results.output))
     resume = given.get("resume", False) if found.resume is None else found.resume
+    parser = finetune_parser(description, "strata demo" if preset else "strata finetune")
+    remembered: dict[str, Any] = {}
     if resume:
         if not (output / OPTIONS_NAME).is_file():
-            _refuse(f"--resume: there is no run in {output}")
+            parser.error(f"--resume: there is no run in {output}")
         remembered = read(output / OPTIONS_NAME)
         given = remembered | {"output": str(output)} | in_file
-    flags = _flags()
-    prog = "strata finetune" if preset is None else "strata demo"
-    told = [word.partition("=")[0] for word in arguments if word.startswith("--")]
-    for flag in told:
-        if flag not in flags:
-            _refuse(nearest_option(flag, flags, prog))
-    named = frozenset(flag.removeprefix("--").replace("-", "_") for flag in told) | in_file.keys()
-    options = _parsed([*as_arguments(given), *arguments], prog, description)
-    options = dataclasses.replace(options, given=named)
-    if resume:
-        if options.memory.dtype == "auto":  # which is what the run found
-            options = options.replaced("memory", dtype=remembered.get("dtype", "auto"))
-        _check_same(options, remembered, output)
-    _check(options)
+    named = {word[2:].partition("=")[0].replace("-", "_") for word in arguments if word[:2] == "--"}
+    options = _parsed(parser, [*as_arguments(given), *arguments])
+    options = dataclasses.replace(options, given=frozenset(named | in_file.keys()))
+    try:
+        if resume:
+            if options.memory.dtype == "auto":  # which is what the run found
+                options = options.replaced("memory", dtype=remembered.get("dtype", "auto"))
+            _check_same(parser, options, remembered, output)
+        _check(options)
+    except ValueError as error:
+        parser.error(str(error))
     return options
 
 
-def _parsed(arguments: Sequence[str], prog: str, description: str | None = None) -> Options:
-    return tyro.cli(
-        Options,
-        args=arguments,
-        prog=prog,
-        description=description,
-        config=(tyro.conf.OmitArgPrefixes,),
-    )
+def finetune_parser(description: str | None, prog: str = "strata finetune") -> Parser:
+    """The options of `strata finetune`."""
+    usage = f"{prog} --model {MODEL} --data PATH [PATH ...] [--OPTION ...]"
+    parser = Parser(prog=prog, usage=usage, description=description)
+    for group in (Start, Memory, Training, Results):
+        add = adder(parser.add_argument_group(group.__doc__), written=True)
+        for option in dataclasses.fields(group):
+            more: dict[str, Any] = {**option.metadata, "default": option.default}
+            if isinstance(option.default, bool):
+                more["action"] = argparse.BooleanOptionalAction
+            elif option.default == ():
+                more["nargs"] = "+"
+            add("--" + option.name.replace("_", "-"), **more)
+    return parser
 
 
-def _flags() -> list[str]:
-    """All that there are."""
-    known = {name.replace("_", "-"): value for name, value in Options().flat().items()}
-    switches = [f"--no-{name}" for name, value in known.items() if isinstance(value, bool)]
-    return ["--help", *(f"--{name}" for name in known), *switches]
+def _parsed(parser: Parser, arguments: Sequence[str]) -> Options:
+    found = vars(parser.parse_args(arguments))
+
+    def of(group: type) -> Any:
+        told = {option.name: found[option.name] for option in dataclasses.fields(group)}
+        return group(**{k: tuple(v) if isinstance(v, list) else v for k, v in told.items()})
+
+    return Options(of(Start), of(Memory), of(Training), of(Results))
 
 
 def _check(options: Options) -> None:
-    """Refuses options that are missing or contradict each other."""
+    """Raises ValueError for options that are missing or contradict each other."""
     start, memory, results = options.start, options.memory, options.results
     for name in ("model", "data"):
         if not getattr(start, name):
-            _refuse(f"--{name} is needed")
+            raise ValueError(f"--{name} is needed")
     if memory.ssd_memory and not memory.ssd_path:
-        _refuse("--ssd-memory needs --ssd-path, a folder on the disk to use")
+        raise ValueError("--ssd-memory needs --ssd-path, a folder on the disk to use")
     if results.snapshot_every and not memory.ssd_path:
-        _refuse("--snapshot-every needs --ssd-path, where they are kept; --save-every does not")
+        raise ValueError(
+            "--snapshot-every needs --ssd-path, where they are kept; --save-every does not"
+        )
     if results.snapshot_every and results.save_every:
-        _refuse("--snapshot-every and --save-every exclude each other: one of them is enough")
+        raise ValueError(
+            "--snapshot-every and --save-every exclude each other: one of them is enough"
+        )
     if memory.dtype == "float16" and not options.training.may_skip():
-        _refuse(
+        raise ValueError(
             "--dtype float16 scales the loss and skips steps that overflow, which --update "
             f"{options.training.update} cannot: take bfloat16, or --update on_step"
         )
     if results.resume and results.overwrite:
-        _refuse("--resume and --overwrite contradict each other")
-    try:
-        check_base(memory.frozen, options.start.lora)
-        check_split(memory.split, memory.activations)
-    except ValueError as error:
-        _refuse(str(error))
+        raise ValueError("--resume and --overwrite contradict each other")
+    check_base(memory.frozen, start.lora)
+    check_split(memory.split, memory.activations)
 
 
-def _check_same(options: Options, remembered: Mapping[str, Any], output: Path) -> None:
-    """Refuses what would make another run of it."""
+def _check_same(
+    parser: Parser, options: Options, remembered: Mapping[str, Any], output: Path
+) -> None:
+    """Raises ValueError for what would make another run of it."""
     before, now = (
-        _parsed(as_arguments({k: v for k, v in told.items() if k in IDENTITY}), "").flat()
+        _parsed(parser, as_arguments({k: v for k, v in told.items() if k in IDENTITY})).flat()
         for told in (remembered, options.flat())
     )
     if found := differences(before, now):
-        _refuse(
+        raise ValueError(
             f"cannot resume the run in {output}: {'; '.join(found)}. Leave that out to go on with "
             "it; --overwrite in place of --resume starts anew"
         )
-
-
-def _refuse(message: str) -> NoReturn:
-    print(f"strata finetune: {rank_name()}{message}", file=sys.stderr)
-    raise SystemExit(2)

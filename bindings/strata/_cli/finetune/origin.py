@@ -6,14 +6,13 @@ and tokenizer are. A resumed run compares them, so that no name stands for what 
     refuse_other_data(before, ["notes/"], output)
 """
 
-import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from ..._errors import listed
 from ..models import Choice
-from .files import Sources, find_sources
+from .files import Sources, digest, find_sources
 
 # Of a tokenizer, as save_pretrained calls them.
 TOKENIZER_FILES = (
@@ -34,7 +33,7 @@ Digests = dict[str, str]  # of files, by their paths
 
 def origin(choice: Choice, sources: Sources) -> dict[str, Digests]:
     """Of a run that begins."""
-    return {"model": _of_model(choice), "data": _of_data(sources)}
+    return {"model": _of_model(choice), "data": sources.digests}
 
 
 def refuse_other_model(before: dict[str, Any], choice: Choice, output: Path) -> None:
@@ -53,7 +52,7 @@ def refuse_other_data(before: dict[str, Any], data: Sequence[str], output: Path)
     copy of its own."""
     copy = f"leave --data out to go on with the run's own copy, or {ANEW}"
     try:
-        found, recorded = _of_data(find_sources(data)), before.get("data", {})
+        found, recorded = find_sources(data).digests, before.get("data", {})
     except (OSError, ValueError) as error:
         raise ValueError(f"cannot resume: {error}: {copy}") from error
     if list(found.values()) == list(recorded.values()):
@@ -68,18 +67,8 @@ def refuse_other_data(before: dict[str, Any], data: Sequence[str], output: Path)
     )
 
 
-def _of_data(sources: Sources) -> Digests:
-    """In the order in which they are read."""
-    return {str(file): _digest(file) for file in (*sources.texts, *sources.records)}
-
-
 def _of_model(choice: Choice) -> Digests:
     files = [choice.config_path] if choice.config_path else []
     if choice.tokenizer is not None:
         files += [file for n in TOKENIZER_FILES if (file := choice.tokenizer / n).is_file()]
-    return {file.name: _digest(file) for file in files}
-
-
-def _digest(file: Path) -> str:
-    with open(file, "rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()
+    return {file.name: digest(file) for file in files}

@@ -16,7 +16,9 @@ these files, prints and draws, but for the checkpoints, which all write together
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import sys
 from collections.abc import Collection
 from functools import partial
 from pathlib import Path
@@ -44,12 +46,11 @@ from ..models import Choice, choose
 from .check import Wear, check
 from .claim import MODEL_NAME, claim, remove_earlier
 from .data import Data, check_vocabulary, prepare, refuse_others
-from .interrupt import Interrupt
 from .options import Options
 from .picture import draw
 from .ranks import Lead, led, meet
 from .trainer import Finetuner, Follower, training_arguments
-from .view import make_view, opening, plain_needs, summary
+from .view import Bar, Lines, opening, plain_needs, summary
 
 if TYPE_CHECKING:
     from ..._config.ranks import Ranks
@@ -96,26 +97,26 @@ def run(options: Options) -> int:
     wear = check(choice, options, device, ranks)
     for sentence in wear.counted():
         log.info("%s", sentence)
-    with prepare(options, choice, output, ranks) as data:
-        choice.adopt(data.tokenizer)
-        set_seed(options.training.seed)
-        trainer = make_trainer(choice, options, data, device)
-        try:
-            trainer.create_optimizer()  # which wraps the model, or refuses to
-            lead = Lead(wrapped(trainer.model))
-            lead.first(lambda: accept(output, options, data))
-            if not train(trainer, choice, options, data, wear, lead):
-                return INTERRUPTED
-            lead.first(lambda: finish(trainer, choice, options, data))
-            return 0
-        except BaseException:
-            if (state := trainer.model.__dict__.get("_strata")) is not None:
-                Lead(state).give_up()
-            raise
-        finally:
-            state = trainer.model.__dict__.get("_strata")
-            if state is not None:
-                state.close()
+    data = prepare(options, choice, output, ranks)
+    choice.adopt(data.tokenizer)
+    set_seed(options.training.seed)
+    trainer = make_trainer(choice, options, data, device)
+    try:
+        trainer.create_optimizer()  # which wraps the model, or refuses to
+        lead = Lead(wrapped(trainer.model))
+        lead.first(lambda: accept(output, options, data))
+        if not train(trainer, choice, options, data, wear, lead):
+            return INTERRUPTED
+        lead.first(lambda: finish(trainer, choice, options, data))
+        return 0
+    except BaseException:
+        if (state := trainer.model.__dict__.get("_strata")) is not None:
+            Lead(state).give_up()
+        raise
+    finally:
+        state = trainer.model.__dict__.get("_strata")
+        if state is not None:
+            state.close()
 
 
 def check_ranks(checkpoint: Path | None, output: Path, ranks: Ranks | None) -> None:
@@ -158,7 +159,7 @@ def accept(output: Path, options: Options, data: Data) -> None:
     takes none away."""
     if not options.results.resume:
         remove_earlier(output)
-    data.keep()
+        data.keep(output)
     options.save(output)
 
 
@@ -168,13 +169,14 @@ def train(
     """To the last step. False: interrupted, with a checkpoint to continue from."""
     results, state = options.results, wrapped(trainer.model)
     newest = newest_checkpoint(results.output) if results.resume else None
-    done = steps_of(newest)
-    budgets = tier_budgets(state.config)
-    view = make_view(options.training.steps, done, budgets, not results.progress, lead.leads)
-    interrupt = Interrupt(view.note)
-    with Follower(view, interrupt, wear, lead, Path(results.output)) as follower:
+    view = Bar if results.progress and sys.stdout.isatty() else Lines
+    with (
+        contextlib.closing(view(tier_budgets(state.config))) as shown,
+        Follower(wear, lead, Path(results.output)) as follower,
+    ):
+        trainer.add_callback(shown)
         trainer.follow(follower)
-        view.note(opening(state, choice, data))
+        follower.note(opening(state, choice, data))
         if newest:
             trainer.go_on_from(newest)
         else:
@@ -266,7 +268,7 @@ def finish(trainer: Finetuner, choice: Choice, options: Options, data: Data) -> 
 def generate(model: Any, options: Options, data: Data) -> str:
     """The prompt and its continuation."""
     tokenizer = data.tokenizer
-    prompt = options.results.prompt or data.prompt
+    prompt = options.results.prompt or data.facts["prompt"]
     device = wrapped(model).device
     tokens = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)["input_ids"]
     tokens = tokens.to(device)

@@ -1,7 +1,7 @@
 """The Trainer of `strata finetune`, and what follows it while it trains.
 
 trainer = Finetuner(model, arguments, train_dataset=..., strata={...})
-with Follower(view, interrupt, wear, lead, output) as follower:
+with Follower(wear, lead, output) as follower:
     trainer.follow(follower)
     trainer.train()
 trainer.state.log_history               # a record for each step and evaluation
@@ -32,14 +32,13 @@ from ..._storage.replacing import write_text, writing
 from ..._storage.snapshot_load import load
 from ...integrations._trainer_checkpoints import STATE_FOLDER
 from ...integrations.transformers import TrainerMixin, held
-from .view import perplexity
+from .interrupt import Interrupt
+from .view import note, perplexity
 
 if TYPE_CHECKING:
     from .check import Wear
-    from .interrupt import Interrupt
     from .options import Options
     from .ranks import Lead
-    from .view import View
 
 METRICS_NAME = "metrics.jsonl"
 FIGURES_SECONDS = 1.0  # for which those that are costly stand
@@ -160,16 +159,14 @@ class Finetuner(TrainerMixin, Trainer):
 
 
 class Follower(TrainerCallback, AbstractContextManager["Follower"]):
-    """Shows what the Trainer does, writes metrics.jsonl, and ends it after Ctrl-C. Of several ranks
-    the first shows and writes, and all end at the same step."""
+    """Tells of evaluations and checkpoints, writes metrics.jsonl, and ends training after Ctrl-C.
+    With several ranks the first tells and writes, and all end at the same step."""
 
-    def __init__(
-        self, view: View, interrupt: Interrupt, wear: Wear, lead: Lead, output: Path
-    ) -> None:
-        self._view = view
-        self._interrupt = interrupt
+    def __init__(self, wear: Wear, lead: Lead, output: Path) -> None:
+        self._interrupt = Interrupt(self.note)
         self._wear = wear
         self._lead = lead
+        self._leads = lead.leads
         self._path = output / METRICS_NAME
         self._began = 0.0
         self._tokens = 0  # seen when the step began
@@ -178,21 +175,24 @@ class Follower(TrainerCallback, AbstractContextManager["Follower"]):
         self.stopped = False  # by Ctrl-C
 
     def __enter__(self) -> Follower:
-        """Takes terminal and signals over."""
-        self._view.__enter__()
+        """Takes signals over."""
         self._interrupt.__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
         """Gives them back."""
         self._interrupt.__exit__(*error)
-        self._view.__exit__(*error)
+
+    def note(self, text: str) -> None:
+        """Tells it, on the first rank."""
+        if self._leads:
+            note(text)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         """Called by the Trainer, behind the loading of a checkpoint."""
         records = [record for record in state.log_history if _is_figure(record)]
         self.seconds = records[-1]["seconds"] if records else 0.0
-        if self._lead.leads:
+        if self._leads:
             write_text(self._path, "".join(json.dumps(record) + "\n" for record in records))
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
@@ -213,24 +213,23 @@ class Follower(TrainerCallback, AbstractContextManager["Follower"]):
         self, args: Any, state: Any, control: Any, logs: Any = None, model: Any = None, **more: Any
     ) -> None:
         """Called by the Trainer, with what it logs."""
-        if not _is_figure(logs) or not self._lead.leads:
+        if not _is_figure(logs) or not self._leads:
             return
         with writing(self._path), open(self._path, "a") as file:
             file.write(json.dumps({**logs, "step": state.global_step}) + "\n")
         if "loss" in logs:
-            self._view.step({**logs, "step": state.global_step})
             for sentence in self._wear.timed(wrapped(model)):
-                self._view.note(sentence)
+                self.note(sentence)
         else:
             loss = logs["eval_loss"]
             figures = f"{loss:.4f} (perplexity {perplexity(loss)})"
-            self._view.note(f"held-out loss after step {state.global_step}: {figures}")
+            self.note(f"held-out loss after step {state.global_step}: {figures}")
 
     def on_save(self, args: Any, state: Any, control: Any, model: Any = None, **more: Any) -> None:
         """Called by the Trainer, behind a checkpoint."""
         folder = Path(args.output_dir, f"checkpoint-{state.global_step}")
         taken = " is being taken" * bool(wrapped(model).config["snapshots"])
-        self._view.note(f"checkpoint of step {state.global_step}{taken} in {folder}")
+        self.note(f"checkpoint of step {state.global_step}{taken} in {folder}")
 
 
 def _is_figure(record: dict[str, Any]) -> bool:

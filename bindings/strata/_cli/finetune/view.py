@@ -1,170 +1,112 @@
 """What a person sees of a run: a progress bar on a terminal, lines elsewhere; what it says at its
 beginning and at its end, beside what plain PyTorch would have needed.
 
-with make_view(steps=100, start=0, plain=False) as view:
-    view.note(opening(state, choice, data))
-    view.step({"step": 1, "loss": 5.1, ...})
+Trainer(callbacks=[Bar(budgets)])      # or Lines(budgets)
+note(opening(state, choice, data))
 summary(state, history, needs, tiers, output, "llama-110m")
 """
 
 from __future__ import annotations
 
 import math
-import sys
+import shutil
 import time
-from collections.abc import Iterable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from rich.console import Console, RenderableType
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
-from rich.text import Text
+from tqdm.auto import tqdm
+from transformers import ProgressCallback, TrainerCallback
 
 from ..._config.budgets import tier_budgets
 from ..._config.sizes import UNITS, format_duration, format_number, format_size
+from ..._report.report_text import folded
 from ..._report.reports import make_report
-from ..._runtime.wrapped import Wrapped
 from ..._torch_compat import FakeTensorMode
 from ..lora import add_adapters
 from ..models import put_on_host
 
 if TYPE_CHECKING:
+    from ..._runtime.wrapped import Wrapped
     from ..models import Choice
     from .data import Data
     from .options import Options
 
-LOG_SECONDS = 10.0  # between log lines, but for the first and the last step
-LONG_SECONDS = 86400  # from here on, nobody counts minutes
+LOG_SECONDS = 10.0  # between log lines, except for the first and the last step
+LABEL_COLUMNS = 15  # of the table at the end
 
 
 Record = dict[str, Any]
-"""Of a step: what the Trainer logs, with what the mixin and trainer.py add."""
+"""What the Trainer logs of a step, with what the mixin and trainer.py add."""
 
 
-class LogView(AbstractContextManager["LogView"]):
-    """Plain lines, for files and pipes."""
-
-    def __init__(self, steps: int, start: int, budgets: dict[str, int]) -> None:
-        """`start`: steps that an earlier run made."""
-        self._steps = steps
-        self._start = start
-        self._budgets = budgets
-        self._began = time.monotonic()
-        self._logged = float("-inf")
-
-    def step(self, record: Record) -> None:
-        """Prints a line every now and then."""
-        now, step = time.monotonic(), record["step"]
-        ends = step in (self._start + 1, self._steps)
-        if not ends and now - self._logged < LOG_SECONDS:
-            return
-        self._logged = now
-        left = (now - self._began) / (step - self._start) * (self._steps - step)
-        print(
-            f"step {step}/{self._steps}  loss {record['loss']:.4f}  "
-            f"lr {record['learning_rate']:.1e}  {_speed(record)}  "
-            f"{tiers_text(record, self._budgets)}  {_left(left)} left",
-            flush=True,
-        )
-
-    def note(self, text: str) -> None:
-        """Prints it."""
+def note(text: str) -> None:
+    """Prints it, above a bar where there is one."""
+    with tqdm.external_write_mode():
         print(text, flush=True)
 
-    def __exit__(self, *_: object) -> None:
-        """Nothing to undo."""
 
+class Lines(TrainerCallback):
+    """Plain lines, for files and pipes. The first rank prints."""
 
-class _BarAndTiers(Progress):
-    """A progress bar with a line on the tiers below it, so that both fit into 80 columns."""
-
-    tiers = ""
-
-    def get_renderables(self) -> Iterable[RenderableType]:
-        """Called by rich for what to draw."""
-        yield self.make_tasks_table(self.tasks)
-        yield Text(self.tiers)
-
-
-class BarView(AbstractContextManager["BarView"]):
-    """A live progress bar on a terminal."""
-
-    def __init__(self, steps: int, start: int, budgets: dict[str, int]) -> None:
-        """`start`: steps that an earlier run made."""
+    def __init__(self, budgets: dict[str, int]) -> None:
         self._budgets = budgets
-        self._progress = _BarAndTiers(
-            BarColumn(bar_width=20),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[figures]}"),
-            TimeRemainingColumn(elapsed_when_finished=True),
-            console=Console(),
+        self._logged = float("-inf")
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        """Called by the Trainer."""
+        self._start, self._began = state.global_step, time.monotonic()
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **more: Any) -> None:
+        """Called by the Trainer. Prints a line every now and then."""
+        if "loss" not in logs or not state.is_world_process_zero:
+            return
+        now, step, steps = time.monotonic(), state.global_step, state.max_steps
+        if step not in (self._start + 1, steps) and now - self._logged < LOG_SECONDS:
+            return
+        self._logged = now
+        left = (now - self._began) / (step - self._start) * (steps - step)
+        note(
+            f"step {step}/{steps}  {_figures(logs)}  lr {logs['learning_rate']:.1e}  "
+            f"{tiers_text(logs, self._budgets)}  {tqdm.format_interval(left)} left"
         )
-        self._task = self._progress.add_task("steps", total=steps, completed=start, figures="")
 
-    def step(self, record: Record) -> None:
-        """Moves the bar."""
-        self._progress.tiers = tiers_text(record, self._budgets)
-        figures = f"loss [bold]{record['loss']:.4f}[/]  {_speed(record)}"
-        self._progress.update(self._task, completed=record["step"], figures=figures)
-
-    def note(self, text: str) -> None:
-        """Prints it above the bar."""
-        self._progress.console.print(text, markup=False, highlight=False)
-
-    def __enter__(self) -> BarView:
-        """Starts drawing."""
-        self._progress.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Leaves the bar as it is and gives the terminal back."""
-        self._progress.stop()
-
-
-class NoView(AbstractContextManager["NoView"]):
-    """Of all ranks but the first, which shows what all of them do."""
-
-    def step(self, record: Record) -> None:
-        """Shows nothing."""
-
-    def note(self, text: str) -> None:
-        """Shows nothing."""
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         """Nothing to undo."""
 
 
-View = LogView | BarView | NoView
+class Bar(ProgressCallback):
+    """The Trainer's progress bar, with the figures of a step, and a line on the tiers below it, so
+    that both fit into 80 columns."""
+
+    def __init__(self, budgets: dict[str, int]) -> None:
+        super().__init__()
+        self._budgets = budgets
+        self._tiers: Any = None
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **more: Any) -> None:
+        """Called by the Trainer. Moves the bar."""
+        if "loss" not in logs or self.training_bar is None:
+            return
+        if self._tiers is None:
+            self._tiers = tqdm(bar_format="{desc}", position=1, dynamic_ncols=True)
+        self.training_bar.set_postfix_str(_figures(logs))
+        self._tiers.set_description_str(tiers_text(logs, self._budgets))
+
+    def close(self) -> None:
+        """Leaves the bar as it is, and what follows gets a line of its own."""
+        for bar in (self.training_bar, self._tiers):
+            if bar is not None:
+                bar.close()
 
 
-def make_view(
-    steps: int, start: int, budgets: dict[str, int], plain: bool, leads: bool = True
-) -> View:
-    """A bar on a terminal, unless `plain` lines are asked for. `leads`: this rank shows them."""
-    if not leads:
-        return NoView()
-    kind = LogView if plain or not sys.stdout.isatty() else BarView
-    return kind(steps, start, budgets)
-
-
-def _left(seconds: float) -> str:
-    """12:05 is minutes and seconds, and 2:03:20 has hours ahead of them."""
-    if seconds >= LONG_SECONDS:
-        return format_duration(seconds)
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
-
-
-def _speed(record: Record) -> str:
-    """Tokens a second, and how near that is to what no plan could be faster than."""
+def _figures(record: Record) -> str:
+    """Loss and tokens a second, and how near that is to what no plan could be faster than."""
     share = record.get("strata_percent_of_bound")
     bound = "" if share is None else f" ({share:.0f} % of the bound)"
-    return f"{format_number(record['tokens_per_second'])} tokens/s{bound}"
+    speed = f"{format_number(record['tokens_per_second'])} tokens/s"
+    return f"loss {record['loss']:.4f}  {speed}{bound}"
 
 
 def tiers_text(record: Record, budgets: dict[str, int]) -> str:
@@ -257,7 +199,7 @@ def opening(state: Wrapped, choice: Choice, data: Data) -> str:
     return (
         f"{choice.name}: {count / 1e6:.1f} M parameters "
         f"({'from ' + str(choice.weights) if choice.weights else 'fresh'}), "
-        f"{data.count} documents or records, {tokens / 1e6:.2f} M tokens; {tiers}; "
+        f"{data.facts['count']} documents or records, {tokens / 1e6:.2f} M tokens; {tiers}; "
         f"page {format_size(state.session.plan['page_bytes'])}"
         + (f", {stats['io_engine']} I/O" if stats["io_engine"] else "")
     )
@@ -309,9 +251,8 @@ def summary(
         ("picture", str(output / "progress.png")),
         ("report", f"strata report --html report.html {output / 'report.json'}"),
     ]
-    table = Table(title=name, title_justify="left", show_header=False)
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(overflow="fold")
-    for row in rows:
-        table.add_row(*row)
-    Console(highlight=False).print(table, markup=False)
+    print(f"\n{name}")
+    columns = shutil.get_terminal_size().columns
+    for label, says in rows:
+        lines = folded(f"{label:<{LABEL_COLUMNS}}{says}", columns, LABEL_COLUMNS)
+        print("\n".join(lines))
