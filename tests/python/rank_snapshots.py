@@ -384,7 +384,7 @@ PLACES: dict[str, tuple[Any, str]] = {
     "links": (Links, "__init__"),
     "linked": (Links, "sync"),
     "part": (snapshot_writer, "write_part"),
-    "manifest": (snapshot_writer, "write_large_manifest"),
+    "manifest": (snapshot_writer, "write_manifest"),
     "copy": (Copies, "take"),
     "newest": (snapshot_writer, "make_newest_of"),
     "finish": (Links, "finish"),

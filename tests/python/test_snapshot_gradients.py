@@ -9,11 +9,9 @@ from typing import Any
 import pytest
 import strata
 import torch
-from strata._core import Hasher
 from strata._storage.checkpoint_files import CheckpointError, read_manifest, write_manifest
 from strata._storage.snapshot_adopt import adopt
-from strata._storage.snapshot_files import FORMAT
-from strata._storage.snapshot_pages import copy_snapshot, page_paths, slots_of
+from strata._storage.snapshot_pages import copy_snapshot, slots_of
 from strata._storage.snapshot_series import remove_snapshot, snapshots_of
 from strata._storage.together import Together
 from test_checkpoint import Case, llama
@@ -241,73 +239,6 @@ def test_copies_have_them_and_damage_is_noticed(tmp_path: Path) -> None:
             strata.load(case.model, tmp_path / "run")
         assert all(map(torch.equal, case.masters(), before))
     case.close()
-
-
-@pytest.mark.parametrize(
-    ("version", "mode"),
-    [(1, {}), (1, {"state_dtype": "8bit"}), (2, {"state_dtype": "8bit"})],
-    ids=["1", "1 with scales", "2 with scales"],
-)
-def test_older_formats_load(tmp_path: Path, version: int, mode: dict[str, Any]) -> None:
-    """What a run without gradients has. Version 1 had scales in state.bin, and fewer numbers."""
-    case = Case(drive(tmp_path, "drive"), SSD, llama(), **mode)
-    case.train(2)
-    folder = strata.snapshot(case.model, tmp_path / "run").wait()
-    after = case.train(2)
-    manifest = read_manifest(folder)
-    assert manifest["snapshot"] == FORMAT
-    _list_scales(manifest)
-    if version == 1:
-        for chunk in manifest["chunks"]:
-            chunk["runs"] = [run[:4] for run in chunk["runs"]]
-            del chunk["grad"]
-        del manifest["gradients"], manifest["zeros"]
-        if mode:
-            _put_scales_into_the_state(folder, manifest)
-    write_manifest(folder, manifest | {"snapshot": version})
-    strata.load(case.model, tmp_path / "run")  # goes back to its own slots
-    assert case.train(2) == after
-    case.close()
-    for memory, how in ((SSD, {}), (HOST, {"page_size": "64KiB"}), (HOST, {})):
-        again = Case(tmp_path / "drive", memory, llama(), **mode, **how)
-        strata.load(again.model, tmp_path / "run")
-        assert again.train(2) == after
-        again.close()
-    write_manifest(folder, manifest | {"snapshot": FORMAT + 1})
-    last = Case(tmp_path / "drive", SSD, llama(), **mode)
-    with pytest.raises(CheckpointError, match=f"version {FORMAT + 1}"):
-        strata.load(last.model, tmp_path / "run")
-    last.close()
-
-
-def _list_scales(manifest: dict[str, Any]) -> None:
-    """As version 2 had them: all pages, and of each chunk bytes in all of these."""
-    pages: list[list[int]] = []
-    for chunk in manifest["chunks"]:
-        if (page := chunk.pop("scale_page")) is None:
-            continue
-        if page not in pages:
-            pages.append(page)
-        first = pages.index(page) * manifest["page_bytes"]
-        chunk["scales"] = [first + byte for byte in chunk["scales"]]
-    manifest["scales"] = pages or None
-
-
-def _put_scales_into_the_state(folder: Path, manifest: dict[str, Any]) -> None:
-    """One page behind the other, so their bytes have the numbers that they had."""
-    page_bytes, state = manifest["page_bytes"], folder / "state.bin"
-    raw = b""
-    with open(page_paths(manifest, folder)[0], "rb") as file:
-        for slot, *_ in manifest["scales"]:
-            file.seek(slot * page_bytes)
-            raw += file.read(page_bytes)
-    digest = Hasher()
-    digest.update(raw)
-    record = {"kind": "scales", "dtype": "uint8", "offset": state.stat().st_size}
-    manifest["scales"] = record | {"bytes": len(raw), "xxh3_64": digest.hexdigest()}
-    with open(state, "ab") as file:
-        file.write(raw)
-    manifest["bytes"] = state.stat().st_size
 
 
 @pytest.mark.parametrize(

@@ -11,10 +11,17 @@ from typing import Any, cast
 
 import pytest
 import strata
+import torch
 from strata._storage import checkpoint_writer, snapshot_writer
-from strata._storage.checkpoint_files import MANIFEST_NAME, OLD_NAME, CheckpointError
+from strata._storage.checkpoint_files import (
+    MANIFEST_NAME,
+    OLD_NAME,
+    CheckpointError,
+    read_manifest,
+    write_manifest,
+)
 from strata._storage.replacing import MARKER_NAME, WorkFolder
-from strata._storage.snapshot_files import LINKS, id_at
+from strata._storage.snapshot_files import FORMAT, LINKS, id_at
 from strata._storage.snapshot_links import mark_pending
 from strata._storage.snapshot_series import snapshots_of
 from test_adopt import verify
@@ -86,14 +93,26 @@ def test_one_that_nobody_waits_for_fails_with_a_word(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     for module in (checkpoint_writer, snapshot_writer):
-        for name in ("write_manifest", "write_large_manifest"):
-            monkeypatch.setattr(module, name, full, raising=False)
+        monkeypatch.setattr(module, "write_manifest", full)
     if saves:
         strata.save(case.model, tmp_path / "c", wait=False)
     else:
         strata.snapshot(case.model, tmp_path / "run")
     case.close()
     assert "has failed: [Errno 28] No space left on device" in caplog.text
+
+
+def test_a_snapshot_of_another_version_is_refused(tmp_path: Path, disk: Path) -> None:
+    case = Case(disk, SSD, llama())
+    folder = take(case, tmp_path / "run")
+    before = case.masters()
+    manifest = read_manifest(folder)
+    for version in (FORMAT - 1, FORMAT + 1):
+        write_manifest(folder, manifest | {"snapshot": version})
+        with pytest.raises(CheckpointError, match=f"version {version}; this strata reads"):
+            strata.load(case.model, tmp_path / "run")
+    assert all(map(torch.equal, case.masters(), before))
+    case.close()
 
 
 def test_the_newest_stays_when_the_clock_is_set_back(tmp_path: Path, disk: Path) -> None:

@@ -1,14 +1,22 @@
 """The files of a checkpoint: tensors with checksums, a manifest, a folder that is whole or absent.
 
     with replace_folder(Path("checkpoint")) as folder:         # takes its place at the end
-        with TensorWriter(folder / STATE_NAME) as state:
-            record = state.append("master", "float32", chunks)
-        write_manifest(folder, {"bytes": state.bytes, ...})
+        with TensorWriter(folder / name) as file:
+            record = file.append("master", "float32", chunks)
+        write_manifest(folder, {"files": [{"file": name, "bytes": file.bytes}], ...})
 
     with TensorReader(find(Path("checkpoint"))) as state:
         for chunk in state.chunks(record): ...
 
-The format is described in checkpoint.py. Nothing here knows models. Use from one thread.
+What is in the files is described in saving.py and snapshot_files.py. Nothing here knows models. Use
+from one thread.
+
+Note [Complete or absent]. All files are written into a work folder beside `path` (replacing.py),
+into `path.strata-RANDOM/new`, the manifest last, and synced to the disk; then an older checkpoint
+steps aside to `path.strata-RANDOM/old`, the new one takes its name, and the work folder is deleted.
+A folder with a manifest is thus always whole. Killed between the two renames, `path` is missing
+while both others are whole: a loader then takes the newer. What a killed process left is deleted by
+the next save to the same `path`.
 """
 
 import contextlib
@@ -16,6 +24,7 @@ import json
 import logging
 import os
 import re
+import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, Self
@@ -34,12 +43,12 @@ from .replacing import (
     write_whole,
 )
 
-VERSIONS = (1, 2)
-STATE_VERSION, SHARDS_VERSION = VERSIONS  # the tensors lie in state.bin; in safetensors files
+VERSION = 2  # of checkpoints; snapshots have one of their own
 BUFFER_BYTES = 4 << 20
-STATE_NAME = "state.bin"
+STATE_NAME = "state.bin"  # of snapshots
 MANIFEST_NAME = "manifest.json"
 FILE_NAMES = frozenset({STATE_NAME, MANIFEST_NAME, f"{MANIFEST_NAME}.tmp"})
+ENCODED_AT_ONCE = 64  # entries of a list: less than a millisecond
 SHARD_NAME = re.compile(r"(parameters|moments)-\d{5,7}\.safetensors")
 NEW_NAME, OLD_NAME = "new", "old"  # in a work folder: what will be, and what was
 
@@ -71,7 +80,7 @@ class CheckpointError(RuntimeError):
 
 
 class TensorWriter:
-    """Writes state.bin front to back and syncs it to the disk on leaving."""
+    """Writes a file front to back and syncs it to the disk on leaving."""
 
     def __init__(self, path: Path) -> None:
         """Creates `path`. Raises OSError where it is there: it may be a link of another's."""
@@ -188,7 +197,7 @@ class TensorReader(contextlib.AbstractContextManager["TensorReader"]):
 def sizes_of(manifest: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Of the files that hold the tensors, by name. Raises CheckpointError for a name that no
     checkpoint gives them."""
-    if manifest["version"] == STATE_VERSION:
+    if "snapshot" in manifest:
         return {STATE_NAME: manifest["bytes"]}
     files = manifest.get("files")
     if not isinstance(files, list) or not all(_names_shard(entry) for entry in files):
@@ -202,12 +211,36 @@ def _names_shard(entry: Any) -> bool:
 
 
 def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
-    """Writes the manifest of a folder whose other files are on the disk. It appears whole."""
-    version = SHARDS_VERSION if "files" in manifest else STATE_VERSION
-    manifest = json.loads(json.dumps({"version": version} | manifest))  # as a reader will see it
-    manifest["checksum"] = _checksum(manifest)
-    write_whole(folder / MANIFEST_NAME, json.dumps(manifest))
+    """Writes the manifest of a folder whose other files are on the disk. It appears whole. Other
+    threads get their turn meanwhile: what grows with the model takes a while."""
+    manifest = ({} if "snapshot" in manifest else {"version": VERSION}) | manifest
+    pieces = ["{"]
+    for i, key in enumerate(sorted(manifest)):
+        pieces.append(f"{', ' if i else ''}{json.dumps(key)}: ")
+        pieces += _encoded(manifest[key])
+    pieces.append("}")
+    text = "".join(pieces)
+    digest = Hasher()
+    digest.update(text.encode())
+    write_whole(folder / MANIFEST_NAME, f'{{"checksum": "{digest.hexdigest()}", {text[1:]}')
     sync(folder)
+
+
+def _encoded(value: Any) -> Iterator[str]:
+    """JSON with sorted keys, as _checksum() has it."""
+    if not isinstance(value, list) or len(value) <= ENCODED_AT_ONCE:
+        yield json.dumps(value, sort_keys=True)
+        return
+    for first in range(0, len(value), ENCODED_AT_ONCE):
+        part = json.dumps(value[first : first + ENCODED_AT_ONCE], sort_keys=True)
+        yield f"{', ' if first else '['}{part[1:-1]}"
+        give_way()
+    yield "]"
+
+
+def give_way() -> None:
+    """Lets another thread have the interpreter that asks for it, sooner than it would."""
+    time.sleep(0)
 
 
 def read_manifest(folder: Path, name: str = MANIFEST_NAME) -> dict[str, Any]:
@@ -219,12 +252,11 @@ def read_manifest(folder: Path, name: str = MANIFEST_NAME) -> dict[str, Any]:
         found = _checksum(manifest)
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"cannot read {path}: {error!r:.300}") from error
-    if checksum is None or not {"version", "bytes"} <= manifest.keys():
+    if checksum is None or "bytes" not in manifest:
         raise CheckpointError(f"{path} is not the manifest of a checkpoint")
-    if type(manifest["version"]) is not int or manifest["version"] not in VERSIONS:
+    if "snapshot" not in manifest and manifest.get("version") != VERSION:
         raise CheckpointError(
-            f"{path} is of version {manifest['version']!r:.20}; this strata reads "
-            f"{VERSIONS[-1]} and less"
+            f"{path} is of version {manifest.get('version')!r:.20}; this strata reads {VERSION}"
         )
     if checksum != found:
         raise CheckpointError(f"{path} is damaged: its checksum does not match")

@@ -19,7 +19,7 @@ from .._optim.groups import FOLLOWED, HARMLESS, UNSUPPORTED
 from .._runtime.coded import GROUP, same_groups
 from ..nn.tiles import tile_rows
 from . import extras, rng
-from .checkpoint_files import SHARDS_VERSION, CheckpointError, sizes_of
+from .checkpoint_files import CheckpointError, sizes_of
 from .saved_values import from_plain
 
 LISTED_MAX = 4  # problems spelled out in one error
@@ -64,8 +64,8 @@ def check_cuts(cuts: list[list[int]], wanted: list[dict[str, Any]], where: str) 
 
 
 def _cut_of(entry: dict[str, Any]) -> list[int]:
-    """Elements of each part of a tensor. Older checkpoints that do not say it are of whole ones."""
-    if (tiles := entry.get("tiles") or 1) == 1:
+    """Elements of each part of a tensor."""
+    if (tiles := entry["tiles"]) == 1:
         return [math.prod(entry["shape"])]
     return [rows * math.prod(entry["shape"][1:]) for rows in tile_rows(entry["shape"][0], tiles)]
 
@@ -88,7 +88,8 @@ def merged(
 
 def _unsound(manifest: dict[str, Any]) -> list[str]:
     """How the manifest contradicts the format, whatever the model."""
-    kinds = {"params": list, "buffers": list, "groups": list, "rng": dict, "extra": dict}
+    kinds: dict[str, type] = {"params": list, "buffers": list, "groups": list}
+    kinds |= {"rng": dict, "extra": dict, "extra_state": dict}
     problems = [
         f"{key!r} is missing, or no {'list' if kind is list else 'object'}"
         for key, kind in kinds.items()
@@ -105,9 +106,7 @@ def _unsound(manifest: dict[str, Any]) -> list[str]:
         for i, group in enumerate(manifest["groups"])
         if not isinstance(group, dict)
     ]
-    if not isinstance(manifest.get("extra_state", {}), dict):
-        problems.append("'extra_state' is no object")
-    if not (_is_count(step := manifest.get("step", 0)) and step <= STEPS_MAX):
+    if not _is_count(step := manifest.get("step", "")) or step > STEPS_MAX:
         problems.append(f"'step' is {step!r:.60}")
     others = manifest.get("others", [])  # ranks
     if not isinstance(others, list) or not all(map(_is_rank, others)):
@@ -140,7 +139,7 @@ def _unsound_entry(entry: Any, trained: bool) -> list[str]:
             "dtype": lambda value: value in DTYPES,
             "trainable": lambda value: isinstance(value, bool),
             "step": lambda value: _is_count(value) and value <= STEPS_MAX,
-            "tiles": lambda value: value is None or _fits_rows(value, entry.get("shape")),
+            "tiles": lambda value: _fits_rows(value, entry.get("shape")),
         }
     return [
         f"{key!r} is {entry.get(key)!r:.60}"
@@ -168,7 +167,7 @@ def misfits(manifest: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
                 f"{ours[name].get('stored')!r}"
             )
         elif ours[name].get("trainable"):
-            group = theirs[name].get("group", ours[name]["group"])  # older ones do not say
+            group = theirs[name].get("group")
             if group != ours[name]["group"]:
                 problems.append(
                     f"{name!r} was in parameter group {group!r:.20}, and the optimizer has it in "
@@ -197,27 +196,25 @@ def misfits(manifest: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
 def _misplaced(manifest: dict[str, Any], wanted: dict[str, Any]) -> str:
     """The first tensor that does not lie where one of its shape and dtype does; "": there is none.
     REQUIRES: the manifest fits the model."""
-    in_shards = manifest.get("version") == SHARDS_VERSION
     found: list[tuple[str, dict[str, Any]]] = []
     for section in ("params", "buffers"):
         for entry, needed in zip(manifest[section], wanted[section], strict=True):
             for record, ours in zip(entry["tensors"], needed["tensors"], strict=True):
                 what = f"{record['kind']} of {entry['name']!r}"
                 found.append((what, record))
-                for key in ("bytes",) if in_shards else ("offset", "bytes"):
-                    if not _is_count(record.get(key)) or record[key] != ours[key]:
-                        return f"{key!r} of {what} is {record.get(key)!r:.60}, not {ours[key]}"
+                if not _is_count(size := record.get("bytes")) or size != ours["bytes"]:
+                    return f"'bytes' of {what} is {size!r:.60}, not {ours['bytes']}"
                 digest = record.get("xxh3_64")
                 if not isinstance(digest, str) or not DIGEST.fullmatch(digest):
                     return f"{what} has the checksum {digest!r:.60}"
-    if in_shards and (problem := _misplaced_in_shards(found, sizes_of(manifest, Path()))):
+    if problem := _misplaced_in_files(found, sizes_of(manifest, Path())):
         return problem
     if not _is_count(manifest["bytes"]) or manifest["bytes"] != wanted["bytes"]:
         return f"its tensors have {wanted['bytes']} bytes, 'bytes' is {manifest['bytes']!r:.60}"
     return ""
 
 
-def _misplaced_in_shards(found: list[tuple[str, dict[str, Any]]], sizes: dict[str, Any]) -> str:
+def _misplaced_in_files(found: list[tuple[str, dict[str, Any]]], sizes: dict[str, Any]) -> str:
     """The tensors of a file lie one behind the other, up to its end. REQUIRES: sizes of tensors."""
     for what, record in found:
         if not isinstance(record.get("file"), str) or record["file"] not in sizes:

@@ -6,16 +6,29 @@
 
 Format, version 2. A checkpoint is a folder of safetensors files (shards.py) and a manifest:
 
-    manifest.json  as version 1 has it (checkpoint.py), with
-                   "version": 2,
-                   "files":   [{"file", "bytes"}],
-                   "step":    of the run,
-                   and of each tensor the "file" that it lies in; "offset" counts from its begin;
-                   where several ranks have saved it
-                   "others":  [{"rng", "extra"}], of ranks 1, 2, ...: the fields of these names
-                              beside them are rank 0's
+    manifest.json  {"checksum": XXH3-64 of the rest as canonical JSON, "version": 2,
+                    "files":   [{"file", "bytes"}],
+                    "bytes":   of all tensors,
+                    "step":    of the run,
+                    "params":  [{"name", "shape", "dtype", "trainable", "step", "tensors",
+                                 "group": its place in "groups", "tiles": how many the layer was
+                                 cut into, "stored": the form of its codes, where it has any}],
+                    "buffers": [{"name", "shape", "tensors"}],
+                        where tensors is [{"kind", "dtype", "file", "offset": in the file, "bytes",
+                        "xxh3_64"}]
+                    "groups":  the optimizer's parameter groups without their parameters; keys that
+                               are no options of its class as saved_values.py has them,
+                    "extra_state": what modules say by get_extra_state(), by its name in a state
+                               dict, as saved_values.py has it,
+                    "rng":     the states of torch (CPU, CUDA), random and numpy,
+                    "extra":   what the caller gave, as extras.py has it,
+                    "others":  where several ranks have saved it: [{"rng", "extra"}], of ranks
+                               1, 2, ...: the fields of these names beside them are rank 0's}
 
-Complete or absent, as version 1: see Note [Complete or absent] in checkpoint.py.
+The tiles of a layer are one parameter here. Per parameter, in the order of model.parameters(), the
+tensors are its master (float32; of a frozen parameter its own dtype), then moment1 and moment2
+(float32) as far as its rule keeps them. Persistent buffers have their own dtype. See Note [Complete
+or absent] in checkpoint_files.py.
 
 Note [What is saved while training goes on]. With wait=False the state is captured as a snapshot
 captures it, held, and written by a thread of its own (held_state.py). With wait=True nobody trains

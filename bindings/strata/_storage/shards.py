@@ -163,7 +163,7 @@ class Earlier:
 
     @staticmethod
     def find(paths: Iterable[Path | None]) -> Earlier:
-        """The first that is complete and of this form."""
+        """The first that is a complete checkpoint."""
         for path in paths:
             folder = None if path is None else find(path)
             if folder is None:

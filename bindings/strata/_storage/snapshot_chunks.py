@@ -38,7 +38,7 @@ def check_chunks(manifest: Manifest, tensors: list[StoredTensor], fail: Fail) ->
                 fail("a run has a number that is no place")
             if number < len(manifest["chunks"]):
                 covered[tensor].append((begin + first, count))
-    for number, chunk in manifest["copies"]:
+    for number, chunk in manifest.get("copies", []):
         tensors_of = {manifest["parts"][run[0]][0] for run in chunk["runs"]}
         trained = any(manifest["params"][tensor]["trainable"] for tensor in tensors_of)
         if trained or chunk["runs"] != manifest["chunks"][number]["runs"]:
@@ -89,14 +89,13 @@ def cuts_of(manifest: Manifest, tensors: list[StoredTensor]) -> list[list[int]]:
 
 def _has_scales(manifest: Manifest, chunk: dict[str, Any], elements: int) -> bool:
     """Whether those of so many elements are there, of every moment that has them."""
-    old, size = manifest["scales"], -(-elements // MOMENT_BLOCK) * 2
+    page, size = chunk["scale_page"], -(-elements // MOMENT_BLOCK) * 2
     moments = sum(chunk[role] is not None for role in ROLES[2:])
     if manifest["moment_dtype"] == "block8" and len(chunk["scales"]) < moments:
         return False
-    if chunk["scale_page"] is None and old is None:
+    if page is None:
         return not chunk["scales"]
-    page = chunk["scale_page"]
-    end = old["bytes"] if page is None else bytes_held(page, manifest["page_bytes"])
+    end = bytes_held(page, manifest["page_bytes"])
     return all(type(first) is int and 0 <= first <= end - size for first in chunk["scales"])
 
 

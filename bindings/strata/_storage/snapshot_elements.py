@@ -61,16 +61,9 @@ def slices(chunk: Chunk, at: int, count: int) -> Iterator[tuple[int, int]]:
 class Elements:
     """Of one snapshot. Memory used: a slice."""
 
-    def __init__(
-        self,
-        moment_dtype: MomentDtype,
-        fail: Callable[[str], NoReturn],
-        old_scales: torch.Tensor | None = None,
-    ) -> None:
-        """`fail(why)` raises: the snapshot contradicts itself. `old_scales`: all of them, of a
-        snapshot of version 1."""
+    def __init__(self, moment_dtype: MomentDtype, fail: Callable[[str], NoReturn]) -> None:
+        """`fail(why)` raises: the snapshot contradicts itself."""
         self._moment_dtype: MomentDtype = moment_dtype
-        self._old_scales = old_scales
         self._fail = fail
         self._values = torch.empty(SLICE_ELEMENTS, dtype=torch.float32)
 
@@ -133,7 +126,7 @@ class Elements:
     def scales(self, chunk: Chunk, page: Page, moment: int, at: int, count: int) -> torch.Tensor:
         """Those of elements of a moment: bytes of the page that has them."""
         held, size = chunk["scale_page"], 2 * -(-count // MOMENT_BLOCK)
-        found = self._old_scales if held is None else page(held[0])
+        found = None if held is None else page(held[0])
         first = chunk["scales"][moment] + at // MOMENT_BLOCK * 2
         if found is None or at % MOMENT_BLOCK or first + size > found.numel():
             self._fail("scales are missing")

@@ -7,7 +7,7 @@ Format, version 8. The folder is a checkpoint's (checkpoint.py), but most tensor
 
     state.bin      bytes that are in no page, one behind the other: the persistent buffers, and
                    tensors of `extra`
-    manifest.json  {"checksum", "version", "bytes": as in a checkpoint,
+    manifest.json  {"checksum": as in a checkpoint, "bytes": of state.bin,
                     "snapshot": 8, "id": 16 hex digits,
                     "step": of the run, "time": ns since 1970,
                     "drives":  [{"folder": of the drive, or "" for the snapshot's own, "file"}],
@@ -16,9 +16,7 @@ Format, version 8. The folder is a checkpoint's (checkpoint.py), but most tensor
                     "parts":   [[place in params, first element]], of each of the run's parameters,
                     "chunks":  see below,
                     "copies":  of several machines: [[place in chunks, that chunk of another one]],
-                    "buffers", "groups", "rng": as in a checkpoint,
-                    "extra":   what the caller gave, as extras.py has it,
-                    "scales":  null: see below,
+                    "buffers", "groups", "rng", "extra", "extra_state": as in a checkpoint,
                     "tensors": of extra,
                     "gradients": null, or of what had landed since the step: see below,
                     "zeros":   parts whose gradient the user has made zero,
@@ -32,8 +30,8 @@ beside those of other chunks, or null, "scales": [byte of exp_avg's there, of ex
 each role (param, residual, exp_avg, exp_avg_sq, grad) null, or [elements in a page, byte where they
 begin, pages]}, a page being [slot, version, checksum, bytes], or null where it is zero. Slot s lies
 in file s % n of the n drives, at page s // n, and holds so many bytes from there on, a multiple of
-4096; the number is left out where it is all of the page, as it was before version 6. The checksum
-is XXH3-64 of these bytes, seeded with slot and version (offload/storage/checksum.cpp).
+4096; the number is left out where it is all of the page. The checksum is XXH3-64 of these bytes,
+seeded with slot and version (offload/storage/checksum.cpp).
 
 A run's gradient is 0: none; 1: of the step that is under way; 2: likewise, and with that of an
 earlier step in it, which waited for its update (LockFree); or [place in "groups", number of the
@@ -56,12 +54,6 @@ snapshot_machines.py. What is frozen each machine has: a chunk is that of the fi
 "copies" are those of other machines, which go on from them where they lie. Who reads the snapshot
 needs none of them.
 
-Versions 1 to 8 load. 7 had no "copies", and 6 no gradients of ranks and no "divisor"; 3 was that of
-several ranks, 4 of several machines, and 5 of whatever had scales. In version 2 "scales" were
-pages, all of them, and those of a chunk bytes in these, one behind the other; there was no
-"scale_page". Version 1 had the scales of all chunks in state.bin, where "scales" said. It had no
-gradients: no "gradients", "zeros" and "grad", runs without their last two values.
-
 A link is one more name of the file that the run wrote to; the kernel frees the file with its last
 one. A manifest that is called removed.json is one of a snapshot that is being removed. Nothing here
 knows models.
@@ -77,7 +69,6 @@ from typing import Any
 from .checkpoint_files import MANIFEST_NAME, CheckpointError, read_manifest
 
 FORMAT = 8
-FORMATS = (1, 2, 3, 4, 5, 6, 7, 8)
 ROLES = ("param", "residual", "exp_avg", "exp_avg_sq")
 GRAD = "grad"
 LINKS = "strata-snapshots"
@@ -96,6 +87,15 @@ def bytes_held(page: list[int], page_bytes: int) -> int:
 def is_snapshot(manifest: dict[str, Any]) -> bool:
     """Whether it is one of a snapshot, of any version."""
     return "snapshot" in manifest
+
+
+def check_version(manifest: dict[str, Any], folder: Path) -> None:
+    """Raises CheckpointError for a snapshot of another version."""
+    if manifest["snapshot"] != FORMAT:
+        raise CheckpointError(
+            f"{folder} is a snapshot of version {manifest['snapshot']!r:.20}; this strata reads "
+            f"{FORMAT}"
+        )
 
 
 def is_path(text: str) -> bool:
@@ -178,6 +178,7 @@ def read_snapshot(folder: Path) -> dict[str, Any]:
             f"{folder} is a checkpoint of strata.save, and no snapshot: its files are all in that "
             "folder, which can be copied or removed as it is"
         )
+    check_version(manifest, folder)
     check_drives(manifest, folder)
     return manifest
 

@@ -35,9 +35,11 @@ FORM: dict[str, Any] = {
     "groups": list[dict[str, Any]],
     "rng": dict[str, Any],
     "extra": dict[str, Any],
+    "extra_state": dict[str, Any],
     "tensors": list[dict[str, Any]],
 }
 PARAM = {"name": str, "shape": list[int], "dtype": str, "trainable": bool, "rule": str}
+PARAM |= {"tiles": int, "tensors": list[dict[str, Any]]}
 RANK: dict[str, Any] = {
     "rng": dict[str, Any],
     "extra": dict[str, Any],
@@ -60,10 +62,6 @@ def unsound(manifest: dict[str, Any]) -> Iterator[str]:
         if not conforms(entry, BUFFER, {}) or len(entry["tensors"]) != 1:
             yield f"a buffer is {entry!r:.60}"
             return
-    scales = manifest.get("scales", False)
-    in_pages = isinstance(scales, list) and manifest["snapshot"] == 2
-    if scales is not None and not in_pages and not _lies(scales, manifest["bytes"]):
-        yield "the scales lie where they cannot"
     buffers = [entry["tensors"][0] | {"shape": entry["shape"]} for entry in manifest["buffers"]]
     others = manifest.get("others", [])
     if not conforms(others, list[dict[str, Any]], {}) or not all(map(_is_rank, others)):
@@ -94,8 +92,6 @@ def _problems_of_ranks(manifest: dict[str, Any], others: int) -> Iterator[str]:
         yield "a chunk is of no rank"
     elif not _has_copies_of_machines(manifest, ranks):
         yield "what it says of other machines makes no sense"
-    if several and manifest["scales"] is not None:
-        yield "ranks have scales where their chunks say"
 
 
 def _has_copies_of_machines(manifest: dict[str, Any], ranks: int) -> bool:

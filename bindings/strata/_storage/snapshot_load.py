@@ -97,7 +97,7 @@ def _load_snapshot(
         with together.phase() as phase:
             file = stack.enter_context(TensorReader(folder))
             manifest = file.manifest
-            source = Source(manifest, folder, state, file)
+            source = Source(manifest, folder, state)
             say_of_tiles(state, manifest, folder)
             groups = checkpoint.merged_groups(state, manifest["groups"], folder)
             of_modules = saved_extra_state(manifest, state.model, str(folder))

@@ -188,8 +188,7 @@ def bytes_of(manifest: dict[str, Any]) -> int:
 def _pages_of(manifest: dict[str, Any], rank: int) -> list[list[int]]:
     """Of every page that a rank has, what the manifest says; of one that chunks share, for each of
     them."""
-    old = manifest.get("scales")
-    pages = list(old) if isinstance(old, list) else []
+    pages: list[list[int]] = []
     for chunk in all_chunks(manifest):
         if chunk.get("rank", 0) != rank:
             continue

@@ -18,8 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .checkpoint_files import BUFFER_BYTES, Record, TensorWriter
-from .large_manifest import give_way
+from .checkpoint_files import BUFFER_BYTES, Record, TensorWriter, give_way
 from .snapshot_context import Context, write_tensors
 
 if TYPE_CHECKING:

@@ -1,7 +1,7 @@
 """The pages of a snapshot that is loaded: what they must be, who reads them, and the way of what is
 in them to wherever the model has it now.
 
-    source = Source(manifest, folder, state, file)      # raises CheckpointError
+    source = Source(manifest, folder, state)            # raises CheckpointError
     source.find_pages(together)
     source.restore(state, meter, together)              # each rank what it owns
 
@@ -32,12 +32,11 @@ from .checkpoint_files import CheckpointError, Record, TensorReader
 from .checkpoint_manifest import check_cuts, misfits
 from .snapshot_chunks import check_chunks, cuts_of, roles_of
 from .snapshot_elements import SLICE_ELEMENTS, Chunk, Elements, Form, slices
-from .snapshot_files import FORMATS, check_drives, drives_by_rank
+from .snapshot_files import check_drives, check_version, drives_by_rank
 from .snapshot_form import unsound
 from .snapshot_gradients import Pages, SavedGradients, waiting_slots
 from .snapshot_machines import readers_of
 from .snapshot_pages import page_memory, saved_pages
-from .snapshot_upgrade import upgrade
 from .stored import StoredTensor, stored_tensors
 from .together import Together, owned
 
@@ -61,9 +60,7 @@ class _Run:
 class Source:
     """A snapshot's pages, as a manifest that fits the model names them."""
 
-    def __init__(
-        self, manifest: dict[str, Any], folder: Path, state: Wrapped, file: TensorReader
-    ) -> None:
+    def __init__(self, manifest: dict[str, Any], folder: Path, state: Wrapped) -> None:
         """Raises CheckpointError where the manifest contradicts its format or the model."""
         self.manifest = manifest
         self.tensors = stored_tensors(state.model)
@@ -73,15 +70,11 @@ class Source:
         self._page_bytes = manifest["page_bytes"]
         self.bytes = self._state_bytes(self._chunks)
         self._owned = _owned(state)
-        old_scales = None
-        if manifest["scales"] is not None:
-            file.verify([("scales", manifest["scales"])], lambda _: None)
-            old_scales = read_tensor(file, manifest["scales"] | {"shape": [-1]})
         self._folder, self._engine = folder, state.config["io_engine"]
         self._pages: dict[int, SavedPages] = {}  # by rank that had them, where they are reached
         self._readers: dict[int, int] = {}  # likewise: who reads for all; none: each for itself
         self._others = torch.empty(SLICE_ELEMENTS, dtype=torch.float32)  # nobody reads them
-        self._elements = Elements(manifest["moment_dtype"], self._fail, old_scales)
+        self._elements = Elements(manifest["moment_dtype"], self._fail)
         self.scales = self._elements.scales
         self._scale_page: Pages = {}  # the last one that was read alone
         self._reading = threading.Lock()  # the next chunks, or gradients
@@ -91,11 +84,7 @@ class Source:
 
     def _check(self, state: Wrapped) -> None:
         manifest = self.manifest
-        if manifest.get("snapshot") not in FORMATS:
-            raise CheckpointError(
-                f"{self._where} is a snapshot of version {manifest.get('snapshot')!r:.20}; this "
-                f"strata reads 1 to {FORMATS[-1]}"
-            )
+        check_version(manifest, Path(self._where))
         check_drives(manifest, Path(self._where))
         for problem in unsound(manifest):
             self._fail(problem)
@@ -103,7 +92,6 @@ class Source:
             wanted = checkpoint.wanted_of(state)
             problems = misfits(manifest, wanted) + rng.problems(manifest["rng"])
             if not problems:
-                upgrade(manifest)
                 check_chunks(manifest, self.tensors, self._fail)
                 check_cuts(cuts_of(manifest, self.tensors), wanted["params"], self._where)
                 self.gradients = SavedGradients(manifest, state, self)

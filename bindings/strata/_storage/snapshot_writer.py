@@ -32,9 +32,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .checkpoint_files import STATE_NAME, CheckpointError, TensorWriter
+from .checkpoint_files import STATE_NAME, CheckpointError, TensorWriter, write_manifest
 from .durability import Durability
-from .large_manifest import write_large_manifest
 from .rank_board import Board
 from .replacing import writing
 from .snapshot_context import Context, Form, write_state
@@ -222,7 +221,6 @@ class Writer:
         manifest["chunks"] = [None] * pages.chunk_count
         for number, chunk in own_chunks(pages):
             manifest["chunks"][number] = chunk
-        manifest["scales"] = None
         if (gradients := pages.gradients) is not None:
             manifest["gradients"] = {"params": gradients, "groups": pages.hypers} | manifest["sums"]
         del manifest["sums"]
@@ -284,5 +282,5 @@ class Writer:
                     join_part(new, rank, manifest, file) for rank in range(1, ranks)
                 ]
             manifest |= {"bytes": file.bytes, "snapshot": FORMAT}
-        write_large_manifest(new, manifest)
+        write_manifest(new, manifest)
         make_newest_of(self._asked.folder.parent, new)

@@ -59,7 +59,7 @@ def tile_as(
     counts: dict[str, int] = {}
     try:
         for entry in read_manifest(folder)["params"]:
-            layer, count = entry["name"].rpartition(".")[0], entry.get("tiles", 1)
+            layer, count = entry["name"].rpartition(".")[0], entry["tiles"]
             if not is_tiles(count):
                 raise ValueError(f"{entry['name']!r} has {count!r:.60} tiles")
             if count > 1:
@@ -72,12 +72,12 @@ def tile_as(
 
 
 def say_of_tiles(state: Wrapped, manifest: dict[str, Any], folder: Path) -> None:
-    """Warns where the model's layers are cut otherwise than those of the run that saved it. Older
-    checkpoints do not say. REQUIRES: the manifest fits the model."""
+    """Warns where the model's layers are cut otherwise than those of the run that saved it.
+    REQUIRES: the manifest fits the model."""
     found: dict[str, str] = {}
     for tensor, entry in zip(stored_tensors(state.model), manifest["params"], strict=True):
-        there, here = entry.get("tiles"), len(tensor.parts)
-        if is_tiles(there) and there != here:
+        there, here = entry["tiles"], len(tensor.parts)
+        if there != here:
             layer = tensor.name.rpartition(".")[0]
             found[layer] = f"{layer!r}, {in_tiles(here)} here and {in_tiles(there)} there"
     if found:
