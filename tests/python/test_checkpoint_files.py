@@ -28,7 +28,6 @@ def put(path: Path, generation: int) -> None:
         with files.TensorWriter(folder / NAME) as file:
             records = [file.append("master", "uint8", [piece] * PIECES) for _ in range(2)]
         manifest = {"bytes": file.bytes, "of": generation}
-        manifest |= {"files": [{"file": NAME, "bytes": file.bytes}]}
         manifest["tensors"] = [record | {"file": NAME} for record in records]
         files.write_manifest(folder, manifest)
 
@@ -37,13 +36,14 @@ def get(path: Path) -> int:
     """Reads a checkpoint, checks every byte of it, and returns its generation."""
     found = files.find(path)
     assert found is not None
-    with files.TensorReader(found, buffer_bytes=700) as state:
-        records = state.manifest["tensors"]
-        state.verify((("some", record) for record in records), lambda count: None)
+    manifest = files.read_manifest(found)
+    with files.TensorReader(found, {NAME: manifest["bytes"]}, buffer_bytes=700) as file:
+        records = manifest["tensors"]
+        file.verify((("some", record) for record in records), lambda count: None)
         for record in records:
-            content = b"".join(bytes(chunk) for chunk in state.chunks(record))
-            assert content == bytes([state.manifest["of"]]) * (PIECES * PIECE_BYTES)
-        return state.manifest["of"]
+            content = b"".join(bytes(chunk) for chunk in file.chunks(record))
+            assert content == bytes([manifest["of"]]) * (PIECES * PIECE_BYTES)
+        return manifest["of"]
 
 
 def test_a_checkpoint_is_complete_at_any_kill(tmp_path: Path) -> None:

@@ -109,7 +109,7 @@ def test_what_nobody_takes_or_reads_is_refused_first(tmp_path: Path) -> None:
     for change, message in (
         ({"elsewhere._extra_state": manifest["extra_state"]["_extra_state"]}, "no module for"),
         ({"_extra_state": "no base64"}, "is damaged"),
-        (3, "'extra_state' is missing, or no object"),
+        (3, "'extra_state' is 3, and should be an object"),
     ):
         write_manifest(tmp_path / "saved", {**manifest, "extra_state": change})
         before = {name: value.clone() for name, value in model.named_parameters()}

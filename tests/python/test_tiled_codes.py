@@ -15,6 +15,7 @@ from strata._runtime.coded import GROUP, piece, same_groups
 from strata._runtime.ready_codes import ReadyCodes
 from strata._runtime.wrapped import wrapped
 from strata._storage.checkpoint_files import CheckpointError, TensorReader
+from strata._storage.manifests import read_checkpoint
 from strata._storage.shards import Shard, ShardWriter, Wanted
 from test_frozen import wrap
 from torch import nn
@@ -143,8 +144,10 @@ def test_codes_of_a_file_are_split_by_the_same_rule() -> None:
 def test_nothing_is_read_beyond_a_record(tmp_path: Path, first: int, count: int) -> None:
     model = cut_model(tmp_path / "a", 192, 1, seed=0)
     strata.save(model, tmp_path / "c")
-    with TensorReader(tmp_path / "c") as file:
-        record = file.manifest["params"][0]["tensors"][0]
+    manifest = read_checkpoint(tmp_path / "c")
+    sizes = {entry["file"]: entry["bytes"] for entry in manifest["files"]}
+    with TensorReader(tmp_path / "c", sizes) as file:
+        record = manifest["params"][0]["tensors"][0]
         short = record | {"bytes": 64}  # others lie behind it
         assert b"".join(bytes(chunk) for chunk in file.chunks(short, 60, 4))
         with pytest.raises(CheckpointError, match="are asked for, and it has 64"):

@@ -17,7 +17,6 @@ from .._config.sizes import format_size
 from .._storage.checkpoint_files import CheckpointError, read_manifest
 from .._storage.snapshot_files import (
     LINKS,
-    check_drives,
     drives_by_rank,
     is_snapshot,
     read_snapshot,
@@ -100,7 +99,7 @@ def _list(place: Path) -> int:
         name = folder.relative_to(place) if folder != place else folder
         try:
             line, lacks = _line(folder)
-        except (CheckpointError, KeyError, TypeError, ValueError) as error:
+        except CheckpointError as error:
             line, lacks = f"damaged: {error}", True
         print(f"{name}  {line}")
         bad = bad or lacks
@@ -124,10 +123,9 @@ def _list_drive(drive: Path) -> int:
 
 def _line(folder: Path) -> tuple[str, bool]:
     """What there is to say of a snapshot, and whether it lacks something."""
-    manifest = read_manifest(folder)
-    if not is_snapshot(manifest):
+    if not is_snapshot(read_manifest(folder)):
         return "a checkpoint of strata.save, and no snapshot", False
-    check_drives(manifest, folder)
+    manifest = read_snapshot(folder)
     taken = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest["time"] / 1e9))
     size = format_size(bytes_of(manifest))
     drives = [f"{m}: {d}" if m else d for m, of in _drives(folder) for d in of]

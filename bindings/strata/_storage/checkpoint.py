@@ -32,6 +32,7 @@ from .checkpoint_files import (
 from .checkpoint_manifest import check, merged
 from .extra_state import saved_extra_state, set_extra_state
 from .extras import from_json
+from .manifests import damaged, read_checkpoint
 from .saved_values import to_plain
 from .stored import StoredTensor, persistent_buffers, stored_tensors
 from .tiled import say_of_tiles
@@ -60,12 +61,17 @@ def load(model: nn.Module, path: Path, *, progress: Progress | None = None) -> d
             folder = find(path)
             if folder is None:
                 raise CheckpointError(f"no complete checkpoint at {path}")
-            file = stack.enter_context(TensorReader(folder))
-            manifest = file.manifest
+            manifest = read_checkpoint(folder)
             check(manifest, wanted_of(state), str(folder))
+            sizes = {entry["file"]: entry["bytes"] for entry in manifest["files"]}
+            file = stack.enter_context(TensorReader(folder, sizes))
             say_of_tiles(state, manifest, folder)
             groups = merged_groups(state, manifest["groups"], folder)
             of_modules = saved_extra_state(manifest, model, str(folder))
+            own = said_by(manifest, together)
+            with damaged(f"{folder} is a damaged checkpoint"):
+                rng.check(own["rng"])
+                extra: dict[str, Any] = from_json(own["extra"], [])
             tensors = stored_tensors(model)
             meter = Meter(progress, 2 * manifest["bytes"])
             mine = list(_part(state, tensors, manifest, together.rank))
@@ -89,12 +95,10 @@ def load(model: nn.Module, path: Path, *, progress: Progress | None = None) -> d
                 raw = b"".join(bytes(c) for c in meter(file.chunks(entry["tensors"][0])))
                 set_buffer(buffers[entry["name"]], raw)
             state.steps_before = manifest["step"] - state.session.steps()
-            own = said_by(manifest, together)
             restore_context(state, groups, own["rng"])
     state.steps.end_load()
     set_extra_state(model, of_modules)
     state.last_saved = folder
-    extra: dict[str, Any] = from_json(own["extra"], [])
     return extra
 
 

@@ -5,8 +5,8 @@
             record = file.append("master", "float32", chunks)
         write_manifest(folder, {"files": [{"file": name, "bytes": file.bytes}], ...})
 
-    with TensorReader(find(Path("checkpoint"))) as state:
-        for chunk in state.chunks(record): ...
+    with TensorReader(find(Path("checkpoint")), {name: size}) as file:
+        for chunk in file.chunks(record): ...
 
 What is in the files is described in saving.py and snapshot_files.py. Nothing here knows models. Use
 from one thread.
@@ -25,12 +25,13 @@ import logging
 import os
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, Self
 
 from .._config.paths import AnyPath, as_path
 from .._core import Hasher
+from .._schema import parsed
 from .replacing import (
     WorkFolder,
     dead_folders,
@@ -122,20 +123,22 @@ class TensorWriter:
 class TensorReader(contextlib.AbstractContextManager["TensorReader"]):
     """Reads the tensors of a checkpoint, in any order, through one buffer."""
 
-    def __init__(self, folder: Path, buffer_bytes: int = BUFFER_BYTES) -> None:
-        """Opens a folder that `find` returned. Raises CheckpointError if its files do not agree."""
+    def __init__(
+        self, folder: Path, sizes: Mapping[str, int], buffer_bytes: int = BUFFER_BYTES
+    ) -> None:
+        """Opens files of a folder that `find` returned. `sizes`: of each, as the manifest says.
+        Raises CheckpointError for another size."""
         self.folder = folder
-        self.manifest = read_manifest(folder)
         self._buffer = bytearray(buffer_bytes)
         self._files: dict[str, BinaryIO] = {}
         try:
-            for name, size in sizes_of(self.manifest, folder).items():
+            for name, size in sizes.items():
                 self._open(name, size)
         except BaseException:
             self.__exit__()
             raise
 
-    def _open(self, name: str, size: Any) -> None:
+    def _open(self, name: str, size: int) -> None:
         path = self.folder / name
         try:
             self._files[name] = open(path, "rb", buffering=0)  # noqa: SIM115
@@ -143,7 +146,7 @@ class TensorReader(contextlib.AbstractContextManager["TensorReader"]):
             raise CheckpointError(f"cannot read {path}: {error}") from error
         found = os.fstat(self._files[name].fileno()).st_size
         if found != size:
-            raise CheckpointError(f"{path} has {found} bytes, its manifest says {size!r:.20}")
+            raise CheckpointError(f"{path} has {found} bytes, its manifest says {size}")
 
     def chunks(
         self, record: Record, first: int = 0, count: int | None = None
@@ -194,22 +197,6 @@ class TensorReader(contextlib.AbstractContextManager["TensorReader"]):
             file.close()
 
 
-def sizes_of(manifest: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Of the files that hold the tensors, by name. Raises CheckpointError for a name that no
-    checkpoint gives them."""
-    if "snapshot" in manifest:
-        return {STATE_NAME: manifest["bytes"]}
-    files = manifest.get("files")
-    if not isinstance(files, list) or not all(_names_shard(entry) for entry in files):
-        raise CheckpointError(f"{folder} is a damaged checkpoint: its files make no sense")
-    return {entry["file"]: entry["bytes"] for entry in files}
-
-
-def _names_shard(entry: Any) -> bool:
-    known = isinstance(entry, dict) and entry.keys() == {"file", "bytes"}
-    return known and isinstance(entry["file"], str) and bool(SHARD_NAME.fullmatch(entry["file"]))
-
-
 def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
     """Writes the manifest of a folder whose other files are on the disk. It appears whole. Other
     threads get their turn meanwhile: what grows with the model takes a while."""
@@ -247,11 +234,11 @@ def read_manifest(folder: Path, name: str = MANIFEST_NAME) -> dict[str, Any]:
     """The manifest. Raises CheckpointError where it is damaged or of another version."""
     path = folder / name
     try:
-        manifest = json.loads(path.read_bytes())
+        manifest = parsed(path.read_bytes())
         checksum = manifest.pop("checksum", None) if isinstance(manifest, dict) else None
         found = _checksum(manifest)
     except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"cannot read {path}: {error!r:.300}") from error
+        raise CheckpointError(f"cannot read {path}: {error!s:.300}") from error
     if checksum is None or "bytes" not in manifest:
         raise CheckpointError(f"{path} is not the manifest of a checkpoint")
     if "snapshot" not in manifest and manifest.get("version") != VERSION:

@@ -67,6 +67,7 @@ from pathlib import Path
 from typing import Any
 
 from .checkpoint_files import MANIFEST_NAME, CheckpointError, read_manifest
+from .manifests import PLACES, SNAPSHOT, sound
 
 FORMAT = 8
 ROLES = ("param", "residual", "exp_avg", "exp_avg_sq")
@@ -89,15 +90,6 @@ def is_snapshot(manifest: dict[str, Any]) -> bool:
     return "snapshot" in manifest
 
 
-def check_version(manifest: dict[str, Any], folder: Path) -> None:
-    """Raises CheckpointError for a snapshot of another version."""
-    if manifest["snapshot"] != FORMAT:
-        raise CheckpointError(
-            f"{folder} is a snapshot of version {manifest['snapshot']!r:.20}; this strata reads "
-            f"{FORMAT}"
-        )
-
-
 def is_path(text: str) -> bool:
     """Whether it may be one of ours: from the root on, and of this world."""
     try:
@@ -108,31 +100,17 @@ def is_path(text: str) -> bool:
 
 def check_drives(manifest: dict[str, Any], folder: Path) -> None:
     """Raises CheckpointError for an id or file that no snapshot has."""
-    drives = manifest.get("drives")
-    sound = isinstance(drives, list) and bool(drives) and isinstance(manifest.get("id"), str)
-    for drive in drives if sound and isinstance(drives, list) else []:
-        known = isinstance(drive, dict) and drive.keys() == {"folder", "file"}
-        if not known or not all(isinstance(value, str) for value in drive.values()):
-            sound = False
-        elif drive["folder"]:
-            name = LINK_NAME.fullmatch(drive["file"])
-            sound &= is_path(drive["folder"]) and name is not None
-        else:
-            sound &= COPY_NAME.fullmatch(drive["file"]) is not None
-    sound = sound and _shares_out(manifest)
-    if not sound or not ID.fullmatch(manifest["id"]):
-        raise CheckpointError(f"{folder} is a damaged snapshot: its drives or its id make no sense")
-
-
-def _shares_out(manifest: dict[str, Any]) -> bool:
-    """Whether each drive is one rank's, and each rank on one machine."""
-    ranks = manifest.get("ranks", [len(manifest["drives"])])
-    if not isinstance(ranks, list) or not all(type(n) is int and n > 0 for n in ranks):
-        return False
-    machines = manifest.get("machines", [""] * len(ranks))
-    if not isinstance(machines, list) or not all(isinstance(name, str) for name in machines):
-        return False
-    return sum(ranks) == len(manifest["drives"]) and len(machines) == len(ranks)
+    where = f"{folder} is a damaged snapshot"
+    places = sound(PLACES, manifest, where)
+    for drive in places["drives"]:
+        name = LINK_NAME if drive["folder"] else COPY_NAME
+        here = is_path(drive["folder"]) or not drive["folder"]
+        if not here or not name.fullmatch(drive["file"]):
+            raise CheckpointError(f"{where}: {drive!r:.100} is no drive of it")
+    ranks: list[int] = places.get("ranks", [len(places["drives"])])
+    machines: list[Any] = places.get("machines", ranks)
+    if sum(ranks) != len(places["drives"]) or len(machines) != len(ranks):
+        raise CheckpointError(f"{where}: its drives, ranks and machines are not as many")
 
 
 def drives_by_rank(manifest: dict[str, Any]) -> list[list[dict[str, str]]]:
@@ -144,11 +122,8 @@ def drives_by_rank(manifest: dict[str, Any]) -> list[list[dict[str, str]]]:
 
 
 def all_chunks(manifest: dict[str, Any]) -> list[dict[str, Any]]:
-    """With those that other machines have as well. Raises ValueError where one is none."""
-    chunks = [*manifest["chunks"], *(chunk for _, chunk in manifest.get("copies", []))]
-    if not all(isinstance(chunk, dict) for chunk in chunks):
-        raise ValueError("a chunk is none")
-    return chunks
+    """With those that other machines have as well."""
+    return [*manifest["chunks"], *(chunk for _, chunk in manifest.get("copies", []))]
 
 
 def chunks_for(manifest: dict[str, Any], rank: int) -> list[dict[str, Any]]:
@@ -170,17 +145,21 @@ def id_at(folder: Path, name: str = MANIFEST_NAME) -> str | None:
 
 
 def read_snapshot(folder: Path) -> dict[str, Any]:
-    """The manifest of the snapshot in a folder. Raises CheckpointError: there is none, it is one of
-    a checkpoint, or it is damaged."""
+    """The manifest of the snapshot in a folder, which has the form of manifests.py. Raises
+    CheckpointError: there is none, it is one of a checkpoint, or it is damaged."""
     manifest = read_manifest(folder)
     if not is_snapshot(manifest):
         raise CheckpointError(
             f"{folder} is a checkpoint of strata.save, and no snapshot: its files are all in that "
             "folder, which can be copied or removed as it is"
         )
-    check_version(manifest, folder)
+    if manifest["snapshot"] != FORMAT:
+        raise CheckpointError(
+            f"{folder} is a snapshot of version {manifest['snapshot']!r:.20}; this strata reads "
+            f"{FORMAT}"
+        )
     check_drives(manifest, folder)
-    return manifest
+    return sound(SNAPSHOT, manifest, f"{folder} is a damaged snapshot")
 
 
 def links_at(folder: Path) -> tuple[list[str], str] | None:

@@ -19,14 +19,15 @@ from torch import nn
 
 from .._config.paths import AnyPath, as_path
 from .._runtime.wrapped import Wrapped, wrapped
-from . import checkpoint
+from . import checkpoint, rng
 from .checkpoint import Meter, Progress
-from .checkpoint_files import TensorReader, find, read_manifest
+from .checkpoint_files import STATE_NAME, TensorReader, find, read_manifest
 from .extra_state import saved_extra_state, set_extra_state
 from .extras import from_json
+from .manifests import damaged
 from .snapshot import taker_of
 from .snapshot_adopt import adopt
-from .snapshot_files import is_snapshot
+from .snapshot_files import is_snapshot, read_snapshot
 from .snapshot_machines import newest_of_all
 from .snapshot_series import snapshots_of
 from .snapshot_source import Source, read_tensor
@@ -95,8 +96,9 @@ def _load_snapshot(
     with contextlib.ExitStack() as stack:
         # 1. All ranks have found the same, and it fits.
         with together.phase() as phase:
-            file = stack.enter_context(TensorReader(folder))
-            manifest = file.manifest
+            manifest = read_snapshot(folder)
+            sizes = {STATE_NAME: manifest["bytes"]}
+            file = stack.enter_context(TensorReader(folder, sizes))
             source = Source(manifest, folder, state)
             say_of_tiles(state, manifest, folder)
             groups = checkpoint.merged_groups(state, manifest["groups"], folder)
@@ -107,9 +109,10 @@ def _load_snapshot(
             records += [("extra", record) for record in own["tensors"]]
             meter = Meter(progress, source.bytes)
             file.verify(records, lambda _: None)
-            extra = from_json(
-                own["extra"], [read_tensor(file, record) for record in own["tensors"]]
-            )
+            tensors = [read_tensor(file, record) for record in own["tensors"]]
+            with damaged(f"{folder} is a damaged snapshot"):
+                rng.check(own["rng"])
+                extra: dict[str, Any] = from_json(own["extra"], tensors)
             phase.said = manifest.get("id")
         together.agree("snapshots", phase.heard)
         source.find_pages(together)

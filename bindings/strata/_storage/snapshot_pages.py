@@ -170,8 +170,8 @@ def page_paths(manifest: dict[str, Any], folder: Path) -> list[str]:
 
 
 def slots_of(manifest: dict[str, Any], rank: int = 0) -> list[Slot]:
-    """Every slot that holds a page of a rank's, once. Raises ValueError where one makes no sense.
-    REQUIRES: "page_bytes" and "chunks" are there."""
+    """Every slot that holds a page of a rank's, once. REQUIRES: "page_bytes" and "chunks" are there
+    and have the form of manifests.py."""
     found: dict[int, Slot] = {}
     for page in _pages_of(manifest, rank):
         slot, version, checksum = page[:3]

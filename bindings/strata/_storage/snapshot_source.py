@@ -26,14 +26,14 @@ from .._errors import StrataError
 from .._optim.groups import moments_of
 from .._runtime import coded
 from .._runtime.wrapped import Wrapped
-from . import checkpoint, rng
+from . import checkpoint
 from .checkpoint import Meter
 from .checkpoint_files import CheckpointError, Record, TensorReader
 from .checkpoint_manifest import check_cuts, misfits
 from .snapshot_chunks import check_chunks, cuts_of, roles_of
 from .snapshot_elements import SLICE_ELEMENTS, Chunk, Elements, Form, slices
-from .snapshot_files import check_drives, check_version, drives_by_rank
-from .snapshot_form import unsound
+from .snapshot_files import drives_by_rank
+from .snapshot_form import check_form
 from .snapshot_gradients import Pages, SavedGradients, waiting_slots
 from .snapshot_machines import readers_of
 from .snapshot_pages import page_memory, saved_pages
@@ -61,7 +61,8 @@ class Source:
     """A snapshot's pages, as a manifest that fits the model names them."""
 
     def __init__(self, manifest: dict[str, Any], folder: Path, state: Wrapped) -> None:
-        """Raises CheckpointError where the manifest contradicts its format or the model."""
+        """Raises CheckpointError where the manifest contradicts itself or the model. REQUIRES: it
+        is one of read_snapshot()."""
         self.manifest = manifest
         self.tensors = stored_tensors(state.model)
         self._where = str(folder)
@@ -84,23 +85,18 @@ class Source:
 
     def _check(self, state: Wrapped) -> None:
         manifest = self.manifest
-        check_version(manifest, Path(self._where))
-        check_drives(manifest, Path(self._where))
-        for problem in unsound(manifest):
-            self._fail(problem)
-        try:
-            wanted = checkpoint.wanted_of(state)
-            problems = misfits(manifest, wanted) + rng.problems(manifest["rng"])
-            if not problems:
-                check_chunks(manifest, self.tensors, self._fail)
-                check_cuts(cuts_of(manifest, self.tensors), wanted["params"], self._where)
-                self.gradients = SavedGradients(manifest, state, self)
-        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-            raise CheckpointError(f"{self._where} is a damaged snapshot: {error!r:.80}") from error
-        if problems:
+        check_form(manifest, self._fail)
+        wanted = checkpoint.wanted_of(state)
+        if problems := misfits(manifest, wanted):
             raise CheckpointError(
                 f"{self._where} is a snapshot of another model: {'; '.join(problems[:4])}"
             )
+        check_chunks(manifest, self.tensors, self._fail)
+        check_cuts(cuts_of(manifest, self.tensors), wanted["params"], self._where)
+        try:
+            self.gradients = SavedGradients(manifest, state, self)
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+            raise CheckpointError(f"{self._where} is a damaged snapshot: {error!r:.80}") from error
 
     def find_pages(self, together: Together) -> None:
         """Opens the page files that can be reached. All ranks call it. Raises CheckpointError."""

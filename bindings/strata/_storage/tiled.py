@@ -22,8 +22,9 @@ from .._config.paths import AnyPath, as_path
 from .._errors import listed
 from .._runtime.wrapped import Wrapped
 from ..nn.replace import tile
-from .checkpoint_files import CheckpointError, find, read_manifest
-from .checkpoint_manifest import in_tiles, is_tiles
+from .checkpoint_files import CheckpointError, find
+from .checkpoint_manifest import in_tiles
+from .manifests import read_layout
 from .snapshot_series import snapshots_of
 from .stored import stored_tensors
 
@@ -56,16 +57,8 @@ def tile_as(
         folder = newest[-1] if newest else None
     if folder is None:
         raise CheckpointError(f"no complete checkpoint at {path}")
-    counts: dict[str, int] = {}
-    try:
-        for entry in read_manifest(folder)["params"]:
-            layer, count = entry["name"].rpartition(".")[0], entry["tiles"]
-            if not is_tiles(count):
-                raise ValueError(f"{entry['name']!r} has {count!r:.60} tiles")
-            if count > 1:
-                counts[layer] = count
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise CheckpointError(f"{folder} is a damaged checkpoint: {error!r:.200}") from error
+    params = read_layout(folder)["params"]
+    counts = {e["name"].rpartition(".")[0]: e["tiles"] for e in params if e["tiles"] > 1}
     for layer, count in counts.items():
         tile(model, layer, count, optimizer)
     return counts
