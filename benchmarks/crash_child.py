@@ -56,7 +56,7 @@ class Setting:
     keep: int = 2
     every: int = 1  # steps to a snapshot
     backwards: int = 1  # to an update; each is called a step here
-    saves: bool = False  # while training goes on
+    saves: bool = False  # a checkpoint behind each snapshot
 
 
 class Board:
@@ -189,7 +189,7 @@ def victim(board: Board, setting: Setting, folder: Path, operation: int) -> None
     training = Training(setting, folder)
     board.doing = DOING.index("load")
     training.load(folder / SERIES)
-    handle, taken, saving = None, 0, None
+    handle, taken = None, 0
     while training.steps < LAST_STEP:
         board.doing = DOING.index("step")
         training.step()
@@ -203,9 +203,9 @@ def victim(board: Board, setting: Setting, folder: Path, operation: int) -> None
                 training.model, folder / SERIES, keep=setting.keep, extra=extra
             )
             taken = training.steps
-            if setting.saves and (saving is None or saving.complete):
+            if setting.saves:
                 board.doing = DOING.index("save")
-                saving = strata.save(training.model, folder / SAVED, wait=False, extra=extra)
+                strata.save(training.model, folder / SAVED, extra=extra)
         if handle is not None and handle.complete:
             board.complete = taken
             board.writing = 0

@@ -12,7 +12,7 @@ from typing import Any, cast
 import pytest
 import strata
 import torch
-from strata._storage import checkpoint_writer, snapshot_writer
+from strata._storage import snapshot_writer
 from strata._storage.checkpoint_files import (
     MANIFEST_NAME,
     OLD_NAME,
@@ -26,7 +26,7 @@ from strata._storage.snapshot_links import mark_pending
 from strata._storage.snapshot_series import snapshots_of
 from test_adopt import verify
 from test_checkpoint import Case, llama
-from test_saving import expected, same, tensors
+from test_saving import expected, same
 from test_snapshot import HOST, SSD, disk, drive, links
 
 __all__ = ["disk"]  # a fixture
@@ -78,9 +78,7 @@ def test_one_that_was_put_aside_when_all_ended_comes_back(
     fresh.close()
 
 
-@pytest.mark.parametrize("saves", [False, True])
 def test_one_that_nobody_waits_for_fails_with_a_word(
-    saves: bool,
     tmp_path: Path,
     disk: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -92,12 +90,8 @@ def test_one_that_nobody_waits_for_fails_with_a_word(
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    for module in (checkpoint_writer, snapshot_writer):
-        monkeypatch.setattr(module, "write_manifest", full)
-    if saves:
-        strata.save(case.model, tmp_path / "c", wait=False)
-    else:
-        strata.snapshot(case.model, tmp_path / "run")
+    monkeypatch.setattr(snapshot_writer, "write_manifest", full)
+    strata.snapshot(case.model, tmp_path / "run")
     case.close()
     assert "has failed: [Errno 28] No space left on device" in caplog.text
 
@@ -193,12 +187,10 @@ def test_the_end_of_a_function_completes_what_it_began(
         work(case)
 
     run(lambda case: strata.snapshot(case.model, tmp_path / "run"), "run")
-    run(lambda case: strata.save(case.model, tmp_path / "c", wait=False), "c")
     gc.collect()
     again = Case(drive(tmp_path, "other"), memory, llama())
     strata.load(again.model, tmp_path / "run")
     assert same(expected(again), held["run"])
-    assert same(tensors(tmp_path / "c"), held["c"])
     again.close()
 
 
@@ -208,8 +200,6 @@ def test_a_load_waits_for_what_is_under_way(tmp_path: Path, disk: Path) -> None:
         case.train(1)
         strata.snapshot(case.model, tmp_path / "run", keep=1, extra={"number": number})
         assert strata.load(case.model, tmp_path / "run") == {"number": number}
-        strata.save(case.model, tmp_path / "c", wait=False, extra={"number": number})
-        assert strata.load(case.model, tmp_path / "c") == {"number": number}
     case.close()
 
 

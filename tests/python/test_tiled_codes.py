@@ -22,7 +22,7 @@ from torch import nn
 
 COLUMNS = 256
 ROWS_OF_GROUP = GROUP // COLUMNS
-KINDS = ("save", "save in the background", "snapshot")
+KINDS = ("save", "snapshot")
 # Rows, tiles there, tiles here.
 ON_BORDERS = [(1024, 1, 4), (1024, 4, 1), (1024, 4, 2), (192, 1, 3), (192, 3, 1), (90, 2, 2)]
 BETWEEN = [(192, 1, 2), (192, 2, 1), (192, 3, 2), (90, 1, 4), (90, 4, 1)]
@@ -46,7 +46,7 @@ def write(kind: str, model: nn.Module, path: Path) -> None:
     if kind == "snapshot":
         strata.snapshot(model, path).wait()
     else:
-        strata.save(model, path, wait=kind == "save").wait()
+        strata.save(model, path)
 
 
 def codes_of(model: nn.Module) -> list[torch.Tensor]:

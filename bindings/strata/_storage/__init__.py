@@ -7,6 +7,6 @@ export, exported, parameters, merged, tiled (files that take the place of others
 files of others); together, rank_board, rank_calls (what ranks do together); snapshot,
 snapshot_writer, snapshot_parts, snapshot_machines, snapshot_files, snapshot_links, snapshot_series,
 durability, snapshot_load, snapshot_adopt, snapshot_source, snapshot_elements (what is kept while
-training goes on); shards, pace, held_state, snapshot_values, saving (checkpoints of safetensors
-files); trace_file; ssd_folders (whose they are, and what dead runs left in them).
+training goes on); shards, saving (checkpoints of safetensors files); manifests (what of all these
+says what); trace_file; ssd_folders (whose they are, and what dead runs left in them).
 """

@@ -107,10 +107,6 @@ class TensorWriter:
             "xxh3_64": digest.hexdigest(),
         }
 
-    def flush(self) -> None:
-        """Waits until the disk has what was written so far."""
-        os.fdatasync(self._file.fileno())
-
     def __exit__(self, kind: object, *rest: object) -> None:
         """Syncs, unless an exception is on its way, and closes."""
         try:

@@ -101,8 +101,8 @@ class Durability:
             "kernel tells of lost writes once, so later snapshots of this run could hold pages "
             "that are not on the drive: there are none from here on. What is trained in memory "
             f"goes on being right. {go_on}. Stop, look at the drive (dmesg, smartctl), and go on "
-            "from that snapshot with strata.load() in a new run; strata.save() with wait=True to "
-            "another drive keeps what there is now, verified"
+            "from that snapshot with strata.load() in a new run; strata.save() to another "
+            "drive keeps what there is now, verified"
         )
 
     def _newest_durable(self, series: Path) -> Path | None:

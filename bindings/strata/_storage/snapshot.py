@@ -29,7 +29,6 @@ from .._config.threads import Pool
 from .._errors import StrataError
 from .._runtime.wrapped import Wrapped, wrapped
 from .durability import Durability
-from .held_state import Holder
 from .rank_board import Board
 from .rank_calls import Call, Calls
 from .registrations import Contents
@@ -216,10 +215,9 @@ class Taker:
         self._unclean = True
         self._handles: list[SnapshotHandle] = []  # not seen to be complete, the oldest first
         self.durability = Durability(self._drives)
-        self.holder = Holder(state, self._drives, self.durability)
         # Its thread ends what was begun before the interpreter goes.
         self._pool = Pool("strata-snapshot")
-        state.before_close += [self._pool.shutdown, self.holder.shutdown]
+        state.before_close.append(self._pool.shutdown)
         self._form = Form([], [])
         self._board = Board.of(state, "snapshots")
         self.calls = Calls(self._board, NAME)
@@ -230,14 +228,13 @@ class Taker:
         """Raises what one failed with, once. Several ranks log it: not all of them may know yet,
         and where one raised, the next snapshot of all would fail by that."""
         try:
-            self.holder.raise_failure()
             for handle in [h for h in self._handles if h.done]:
                 self._handles.remove(handle)
                 handle.raise_failure()
         except (RuntimeError, OSError) as error:
             if self._board is None:
                 raise
-            log.error("a snapshot, or a save, has failed: %s", error)
+            log.error("a snapshot has failed: %s", error)
 
     def finish(self) -> None:
         """Waits for all of them. Raises nothing: what is not complete is not there."""
@@ -289,7 +286,7 @@ class Taker:
         if self._unsure:
             self._drop_lost()
         self._unsure = True
-        number = self.holder.begin(complete)
+        number = self._session.begin_snapshot(complete)
         self._known, self._unsure = number, False
         if state.ranks is not None and any(state.steps.landed):
             state.steps.learn_landed()  # ranks have added up
@@ -318,10 +315,10 @@ class Taker:
         state.contents = contents
 
     def _drop_lost(self) -> None:
-        """Gives up those whose numbers an exception has lost. The holder knows its own, and those
-        of an earlier run have numbers of their own."""
+        """Gives up those whose numbers an exception has lost. Those of an earlier run have numbers
+        of their own."""
         begun = self._session.snapshots_begun()
-        known = self.kept.numbers() | {self.holder.number}
+        known = self.kept.numbers()
         for number in range(self._known + 1, begun + 1):
             if number not in known:
                 self._session.drop_snapshot(number)
@@ -361,12 +358,6 @@ class Taker:
         for identity in identities:
             remove_links(self._drives, identity)
         self.kept.drop_removed()
-
-    def make_room_to_hold(self) -> None:
-        """Room for what self.holder is to hold. Raises StrataError where there can be none."""
-        self.finish()
-        self.kept.drop_removed()
-        self.holder.make_room(len(self.kept))
 
     def tidy(self, together: Together) -> None:
         """Removes what killed processes left on the drives, ahead of what looks at the links there.

@@ -67,7 +67,6 @@ def load(model: nn.Module, path: AnyPath, *, progress: Progress | None = None) -
         if state.snapshots is not None:  # what is under way may be what is asked for, or remove it
             state.hooks.reset()  # raises in a forked child, which has none of the threads
             state.snapshots.finish()
-            state.snapshots.holder.finish()
     if together.machines:
         taker_of(state).tidy(together)  # which may find the newest one
     snapshot = _find(state, Path(os.path.realpath(place)), together)

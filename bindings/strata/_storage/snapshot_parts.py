@@ -40,11 +40,6 @@ def write_part(folder: Path, rank: int, pages: TakenSnapshot, context: Context) 
     header |= {key: context.manifest[key] for key in ("rng", "extra")}
     with TensorWriter(_tensors(folder, rank)) as tensors:
         header["tensors"] = write_tensors(tensors, context)
-    write_lines(folder, rank, pages, header)
-
-
-def write_lines(folder: Path, rank: int, pages: TakenSnapshot, header: dict[str, Any]) -> None:
-    """The first line, and the chunks."""
     with _lines(folder, rank).open("w") as file:
         file.write(f"{json.dumps(header)}\n")
         for numbered in own_chunks(pages):
