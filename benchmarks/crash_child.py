@@ -194,7 +194,7 @@ def victim(board: Board, setting: Setting, folder: Path, operation: int) -> None
         board.doing = DOING.index("step")
         training.step()
         board.step = training.steps
-        if training.steps % setting.every == 0:
+        if training.steps % setting.every == 0 and training.steps % setting.backwards == 0:
             board.doing = DOING.index("snapshot")
             if handle is not None and handle.complete:
                 board.complete = taken
@@ -250,7 +250,7 @@ def survivor(
     if training.steps < board.complete:
         raise LostError(f"step {training.steps} is the newest; step {board.complete} was complete")
     _compare(training, expected)
-    for _ in range(2):
+    for _ in range(2 * setting.backwards):
         loss = training.step()
         _compare(training, expected)
         if loss != expected[training.steps][1]:

@@ -73,9 +73,6 @@ class TakenSnapshot final {
   }
   // In the scale area: where those of each moment begin. REQUIRES: mine(id).
   py::list scale_places(std::uint32_t id) const { return scales_from(id, owns_.scales.at(id)); }
-  // None: they are no part of it.
-  py::object gradients() const;
-  py::list hypers() const;
 
  private:
   // As the format has it: a page of which not all is used says how much.
@@ -86,15 +83,7 @@ class TakenSnapshot final {
     }
     return py::make_tuple(index(saved.slot), has.version, has.checksum, has.bytes);
   }
-  template <typename Key, typename Of>
-  py::object slot_of(const std::vector<Key>& saved, Of of, const auto& wanted) const {
-    const auto found = std::ranges::lower_bound(saved, wanted, {}, of);
-    if (found == saved.end() || of(*found) != wanted) return py::none();
-    return slot_tuple(*found);
-  }
   py::object role(const Chunk& chunk, Role role) const;
-  py::object gradient(std::uint32_t id, bool holds) const;
-  py::object kind(const SavedRun& run) const;
   py::list scales_from(std::uint32_t id, std::size_t begin) const;
 
   Snapshot snapshot_;
@@ -109,46 +98,20 @@ py::object TakenSnapshot::role(const Chunk& chunk, Role role) const {
   if (first.page == kNoPage) return py::none();
   py::list pages;
   for (const PageId page : pages_of(layout_, chunk, role)) {
-    pages.append(slot_of(
-        snapshot_.pages, [](const SavedPage& p) { return p.page; }, page));
+    const auto found = std::ranges::lower_bound(snapshot_.pages, page, {}, &SavedPage::page);
+    const bool saved = found != snapshot_.pages.end() && found->page == page;
+    pages.append(saved ? slot_tuple(*found) : py::object(py::none()));
   }
   return py::make_tuple(layout_.elements_per_page(chunk, role), first.byte, pages);
-}
-
-// Likewise, of its gradient, whatever that lay in.
-py::object TakenSnapshot::gradient(std::uint32_t id, bool holds) const {
-  if (!holds) return py::none();
-  const Chunk& chunk = layout_.chunks[id];
-  py::list pages;
-  for (std::uint32_t n = 0; n < layout_.grad_frames(chunk); ++n) {
-    const auto key = [](const SavedFrame& frame) { return std::pair(frame.chunk, frame.number); };
-    py::object page = slot_of(snapshot_.frames, key, std::pair(id, n));
-    const PageRun& run = chunk.run(Role::grad);
-    if (page.is_none() && run.count != 0) {
-      page = slot_of(
-          snapshot_.pages, [](const SavedPage& p) { return p.page; }, PageId{index(run.first) + n});
-    }
-    pages.append(page);
-  }
-  return py::make_tuple(layout_.elements_per_page(chunk, Role::grad), 0, pages);
-}
-
-// What a run holds of a gradient, as the format has it.
-py::object TakenSnapshot::kind(const SavedRun& run) const {
-  if (run.gradient != HeldGradient::waiting) return py::int_(static_cast<int>(run.gradient));
-  return py::make_tuple(run.hyper, run.update_step, run.scale);
 }
 
 py::dict TakenSnapshot::chunk(std::uint32_t id) const {
   const Chunk& chunk = layout_.chunks.at(id);
   const Segment& segment = layout_.segments[chunk.segment];
   py::list runs;
-  bool holds = false;
   for (auto run = std::ranges::lower_bound(snapshot_.runs, id, {}, &SavedRun::chunk);
        run != snapshot_.runs.end() && run->chunk == id; ++run) {
-    holds |= run->gradient != HeldGradient::none;
-    runs.append(py::make_tuple(run->param, run->in_param, run->count, run->in_chunk, run->step,
-                               kind(*run)));
+    runs.append(py::make_tuple(run->param, run->in_param, run->count, run->in_chunk, run->step));
   }
   for (const std::uint32_t param : segment.params) {
     if (segment.trainable && !snapshot_.runs.empty()) break;
@@ -156,13 +119,12 @@ py::dict TakenSnapshot::chunk(std::uint32_t id) const {
     const std::size_t from = std::max(begin, chunk.first);
     const std::size_t to = std::min(begin + layout_.numel[param], chunk.first + chunk.elements);
     if (from < to) {
-      runs.append(py::make_tuple(param, from - begin, to - from, from - chunk.first, 0, 0));
+      runs.append(py::make_tuple(param, from - begin, to - from, from - chunk.first, 0));
     }
   }
   py::dict out;
   out["runs"] = runs;
   for (const Role each : kSavedRoles) out[name(each)] = role(chunk, each);
-  out[name(Role::grad)] = gradient(id, holds);
   const auto kept = std::ranges::lower_bound(snapshot_.scales_at, id, {}, &SavedScales::chunk);
   const bool has_scales = kept != snapshot_.scales_at.end() && kept->chunk == id;
   out["scales"] = has_scales ? scales_from(id, kept->byte) : py::list();
@@ -181,36 +143,6 @@ py::list TakenSnapshot::scales_from(std::uint32_t id, std::size_t begin) const {
     scales.append(begin + layout_.scale_offset(chunk, moment));
   }
   return scales;
-}
-
-py::object TakenSnapshot::gradients() const {
-  if (!snapshot_.has_gradients) return py::none();
-  py::list out;
-  for (const SavedGradient& saved : snapshot_.gradients) {
-    const GradScaling& scaling = saved.scaling;
-    py::list factors;
-    for (int i = 0; i < scaling.count; ++i) factors.append(scaling.factors[i]);
-    out.append(
-        py::make_tuple(saved.param, saved.count, saved.sum_squares, factors, scaling.divisions));
-  }
-  return out;
-}
-
-py::list TakenSnapshot::hypers() const {
-  py::list out;
-  for (const Hyper& hyper : snapshot_.hypers) out.append(group_dict(hyper));
-  return out;
-}
-
-SavedGradient saved_gradient(std::uint32_t param, std::uint32_t count, double sum_squares,
-                             const std::vector<float>& factors, std::uint8_t divisions) {
-  SavedGradient saved{.param = param, .count = count, .sum_squares = sum_squares, .scaling = {}};
-  for (std::size_t i = 0; i < factors.size(); ++i) {
-    if (!saved.scaling.add(factors[i], (divisions >> i & 1) != 0)) {
-      throw py::value_error("a gradient is never scaled so often");
-    }
-  }
-  return saved;
 }
 
 using Slots = std::vector<std::tuple<std::uint32_t, std::uint64_t, std::uint64_t, std::uint32_t>>;
@@ -312,8 +244,6 @@ void bind_snapshots(py::module_& module, SessionClass& session) {
       .def_property_readonly("scale_bytes", &TakenSnapshot::scale_bytes)
       .def_property_readonly("chunk_count", &TakenSnapshot::chunk_count)
       .def_property_readonly("param_steps", &TakenSnapshot::param_steps)
-      .def_property_readonly("gradients", &TakenSnapshot::gradients)
-      .def_property_readonly("hypers", &TakenSnapshot::hypers)
       .def("mine", &TakenSnapshot::mine)
       .def("scale_places", &TakenSnapshot::scale_places)
       .def("chunk", &TakenSnapshot::chunk);
@@ -321,14 +251,6 @@ void bind_snapshots(py::module_& module, SessionClass& session) {
       .def("begin_snapshot", &Session::begin_snapshot, WithoutGil())
       .def("snapshots_begun", &Session::snapshots_begun, WithoutGil())
       .def("restore_run", &Session::restore_run, WithoutGil())
-      .def("restore_gradient",
-           [](Session& s, std::uint32_t param, std::uint32_t count, double sum_squares,
-              const std::vector<float>& factors, std::uint8_t divisions) {
-             const SavedGradient saved =
-                 saved_gradient(param, count, sum_squares, factors, divisions);
-             const GilReleased released;
-             s.restore_gradient(saved);
-           })
       .def(
           "snapshot",
           [](Session& s, std::uint64_t id) {

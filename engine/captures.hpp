@@ -1,27 +1,18 @@
-// Captures: which chunks the snapshot under way still needs as they are. Whoever changes a chunk's
-// state, or what is known of its gradients, asks first: updates, landings, writes from outside,
-// writes in place. Snapshots says what is captured.
+// Captures: which chunks the snapshot under way still needs as they are. What changes a chunk's
+// state asks first: updates, writes from outside, writes in place. Snapshots says what is captured.
 //
 // Threads: one caller at a time (the core's lock).
 //
-//   captures.begin({.step = released_step});              // in no time, whatever the model's size
+//   captures.begin(released_step);                        // in no time, whatever the model's size
 //   if (!captures.may_change(chunk)) return false;        // after a turn, perhaps
 //   captures.done(chunk);
 //
 // Note [Snapshots and updates]
 // Snapshot n is the state behind the updates of step n. Of a chunk whose update of that step is
 // still to come, that is the state behind it: so the update goes ahead, and the next one waits
-// until the chunk is captured. (Where readers may lag, no gradient of a later step is added to one
-// of step n meanwhile, for the two could not be told apart.) Chunks that are asked for are captured
-// first.
-//
-// Note [Gradients in a snapshot]
-// Where gradients have landed since step n, they are part of it (Subject::gradients). A chunk is
-// captured with those that it holds, so none lands there before. What is known of them beside their
-// bytes is written down when it is about to change: the runs of a chunk at the release of their
-// step, a parameter's norm and scaling at anything that is asked of it. A chunk whose gradients
-// were added to older ones that still wait for their update has no update before the next release:
-// it is captured as it is, with both in one sum.
+// until the chunk is captured. Where readers may lag, a gradient of a later step could be added to
+// one of step n, and the two could not be told apart: there a snapshot begins when the updates of
+// step n are over (Session::begin_snapshot). Chunks that are asked for are captured first.
 //
 // Note [One behind the other]
 // A snapshot that is asked for while another is being captured begins at that one's end. Until then
@@ -31,32 +22,24 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <map>
 #include <optional>
 #include <string>
 #include <utility>
 #include <vector>
 
-#include "engine/snapshot.hpp"
 #include "memory/check.hpp"
-#include "optimizers/rule.hpp"
 
 namespace strata {
 
 class Captures final {
  public:
-  struct Subject {
-    std::int64_t step = 0;   // the last one whose updates are part of it
-    bool gradients = false;  // so are gradients that have landed since
-  };
-
   explicit Captures(std::size_t chunks) : epoch_of_(chunks, 0) {}
 
-  // REQUIRES: none is under way.
-  void begin(const Subject& subject) {
+  // `step`: the last one whose updates are part of it. REQUIRES: none is under way.
+  void begin(std::int64_t step) {
     STRATA_ASSERT(!active_);
     active_ = true;
-    subject_ = subject;
+    step_ = step;
     left_ = epoch_of_.size();
     spoiled_.clear();
     ++epoch_;
@@ -65,18 +48,15 @@ class Captures final {
   void end() {
     active_ = false;
     asked_.clear();
-    runs_.clear();
-    gradients_.clear();
-    hypers_.clear();
   }
   bool active() const { return active_; }
   std::uint32_t epoch() const { return epoch_; }
-  std::int64_t step() const { return subject_.step; }
+  std::int64_t step() const { return step_; }
   bool owed(std::uint32_t chunk) const { return active_ && epoch_of_[chunk] != epoch_; }
   std::size_t left() const { return left_; }
 
-  // Those that begin at this one's end, all of one subject; none: nobody waits.
-  void set_next(std::optional<Subject> subject) { next_ = subject; }
+  // The step of those that begin at this one's end; none: no other was asked for.
+  void set_next(std::optional<std::int64_t> step) { next_ = step; }
   bool has_next() const { return next_.has_value(); }
 
   // False: not yet, and the chunk is captured ahead of others.
@@ -86,50 +66,16 @@ class Captures final {
   }
   // Likewise, for an update whose oldest gradient is of this step.
   bool may_update(std::uint32_t chunk, std::int64_t oldest) {
-    const bool part = oldest <= subject_.step && kept_runs(chunk) == nullptr;
-    if (owed(chunk) && !part) return ask(chunk);
-    return !next_ || oldest <= next_->step;
+    if (owed(chunk) && oldest > step_) return ask(chunk);
+    return !next_ || oldest <= *next_;
   }
-  // Likewise, for a gradient that would land on the chunk or leave it. `oldest`: step of one that
-  // waits there for its update, which goes ahead; 0: none does.
-  bool may_land(std::uint32_t chunk, std::int64_t oldest) {
-    const auto is_part = [oldest](const Subject& subject) {
-      return subject.gradients || (oldest != 0 && oldest <= subject.step);
-    };
-    if (owed(chunk) && is_part(subject_)) return ask(chunk);
-    return !next_ || !is_part(*next_);
-  }
-  bool takes_gradients() const { return active_ && subject_.gradients; }
   const std::vector<std::uint32_t>& asked() const { return asked_; }
-
-  // What the chunk holds is about to be called something else.
-  bool needs_runs(std::uint32_t chunk) const {
-    return takes_gradients() && owed(chunk) && kept_runs(chunk) == nullptr;
-  }
-  void keep_runs(std::uint32_t chunk, std::vector<SavedRun> runs) {
-    runs_[chunk] = std::move(runs);
-  }
-  const std::vector<SavedRun>* kept_runs(std::uint32_t chunk) const {
-    const auto found = runs_.find(chunk);
-    return found == runs_.end() ? nullptr : &found->second;
-  }
-  void keep_gradient(const SavedGradient& gradient) { gradients_.push_back(gradient); }
-  const std::vector<SavedGradient>& gradients() const { return gradients_; }
-  // The place of these hyperparameters among those that waiting gradients need.
-  std::uint32_t place_of(const Hyper& hyper) {
-    const auto found = std::ranges::find(hypers_, hyper);
-    const auto place = static_cast<std::uint32_t>(found - hypers_.begin());
-    if (found == hypers_.end()) hypers_.push_back(hyper);
-    return place;
-  }
-  const std::vector<Hyper>& hypers() const { return hypers_; }
 
   void done(std::uint32_t chunk) {
     STRATA_ASSERT(owed(chunk));
     epoch_of_[chunk] = epoch_;
     --left_;
     std::erase(asked_, chunk);
-    runs_.erase(chunk);
   }
   // Pages that no update changes were written: what older snapshots hold of them is not shared.
   void note_frozen_written() { frozen_written_ = true; }
@@ -153,15 +99,12 @@ class Captures final {
   bool active_ = false;
   bool frozen_written_ = false;
   std::uint32_t epoch_ = 0;
-  Subject subject_;
-  std::optional<Subject> next_;
+  std::int64_t step_ = 0;
+  std::optional<std::int64_t> next_;
   std::size_t left_ = 0;                 // chunks that are not captured
   std::vector<std::uint32_t> epoch_of_;  // by chunk: the last snapshot that has it
   std::vector<std::uint32_t> asked_;     // a few
   std::string spoiled_;
-  std::map<std::uint32_t, std::vector<SavedRun>> runs_;  // by chunk, where they were kept
-  std::vector<SavedGradient> gradients_;
-  std::vector<Hyper> hypers_;  // of a few releases
 };
 
 }  // namespace strata

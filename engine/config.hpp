@@ -79,10 +79,4 @@ struct Config {
   std::string machine(std::uint32_t of) const { return machines.empty() ? "" : machines[of]; }
 };
 
-// There may be gradients behind a step, which a snapshot then has: those that add up over several
-// backwards, and those that wait for their updates.
-inline bool gradients_rest(const Config& config) {
-  return config.accumulate || config.update == UpdateMode::lock_free;
-}
-
 }  // namespace strata

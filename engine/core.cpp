@@ -90,7 +90,7 @@ Core::Core(const Config& config, SessionParts parts, Gate& gate, Doorbell& bell)
       elements(base, updates, writes),
       coded(base, updates, prefetcher, captures),
       visits(base, between, prefetcher, updates, writes),
-      gradients(base, between, updates, captures, parts.idle == nullptr),
+      gradients(base, between, updates, parts.idle == nullptr),
       ranks(base.owns.alone() ? std::nullopt
                               : std::optional<OtherRanks>(
                                     std::in_place, base, Lender(base, updates, prefetcher, loads),

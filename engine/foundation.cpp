@@ -269,17 +269,13 @@ bool Foundation::reap_awaited() {
   return std::erase_if(awaited_, [this](CopyTicket t) { return tiers.copies().done(t); }) != 0;
 }
 
-CopyTicket Foundation::begin_copy_out(std::byte* to, FrameId from, PageId page) {
-  return transfers.copy(Link::download,
-                        {.device = tiers.device().address(from),
-                         .host = to,
-                         .bytes = layout.bytes_in(page),
-                         .unit = table.unit(page)},
-                        Requester::elements);
-}
-
 void Foundation::copy_out(Lock& lock, std::byte* to, FrameId from, PageId page) {
-  const CopyTicket ticket = begin_copy_out(to, from, page);
+  const CopyTicket ticket = transfers.copy(Link::download,
+                                           {.device = tiers.device().address(from),
+                                            .host = to,
+                                            .bytes = layout.bytes_in(page),
+                                            .unit = table.unit(page)},
+                                           Requester::elements);
   try {
     gate.wait(lock, [&] { return tiers.copies().done(ticket); },
               {"a page on the device", table.unit(page)});

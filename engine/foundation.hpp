@@ -115,8 +115,6 @@ struct Foundation final {
   // The same, to memory of its own.
   std::vector<std::byte> copied_out(Lock& lock, FrameId from, PageId page)
       STRATA_REQUIRES(core_lock);
-  // Begins such a copy.
-  CopyTicket begin_copy_out(std::byte* to, FrameId from, PageId page);
   // The copy is over, whatever has failed: see Gate::outwait().
   void outwait(Lock& lock, CopyTicket ticket) STRATA_REQUIRES(core_lock);
   // Waits until nothing is copied, not even to frames that are lent: idle transfers do not count

@@ -68,9 +68,7 @@ void Gradients::drop_one(Lock& lock, std::uint32_t param) {
   std::erase_if(chunks, [&](std::uint32_t id) { return !base_.owns.mine(id); });
   for (const std::uint32_t id : chunks) {
     refuse_merged(id);
-    await_captured(lock, id);
   }
-  note(param);
   landed_params_ -= std::exchange(landed_[param], 0U) != 0 ? 1 : 0;
   scalings_[param] = {};
   for (const std::uint32_t id : chunks) {
@@ -85,7 +83,6 @@ void Gradients::forget(Lock& lock) {
   const std::vector<bool> touched = touched_chunks();
   for (std::uint32_t id = 0; id < touched.size(); ++id) {
     if (!touched[id]) continue;
-    await_captured(lock, id);
     discard_pages(lock, id);
     updates_.forget_landed(id);
   }
@@ -93,9 +90,6 @@ void Gradients::forget(Lock& lock) {
 }
 
 void Gradients::forget_landed() {
-  for (std::uint32_t param = 0; param < landed_.size(); ++param) {
-    if (landed_[param] != 0) note(param);
-  }
   landed_.assign(landed_.size(), 0U);
   if (sums_) sums_->forget_all();
   scalings_.assign(scalings_.size(), GradScaling{});
@@ -121,11 +115,6 @@ std::vector<bool> Gradients::touched_chunks() const {
     }
   }
   return touched;
-}
-
-// Waits until no snapshot needs the gradients of the chunk.
-void Gradients::await_captured(Lock& lock, std::uint32_t chunk) {
-  base_.gate.wait(lock, [&] { return captures_.may_land(chunk, 0); }, {"a snapshot of gradients"});
 }
 
 }  // namespace strata

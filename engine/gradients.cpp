@@ -6,19 +6,17 @@
 #include "memory/check.hpp"
 
 namespace strata {
-Gradients::Gradients(Foundation& base, BetweenSteps& between, Updates& updates, Captures& captures,
-                     bool threads)
+
+Gradients::Gradients(Foundation& base, BetweenSteps& between, Updates& updates, bool threads)
     : base_(base),
       between_(between),
       updates_(updates),
-      captures_(captures),
       copies_(base),
       landing_(base, updates, copies_),
       landed_(base.config.params.size(), 0),
       sum_squares_(base.config.params.size(), 0.0),
       scalings_(base.config.params.size()),
-      used_(base.config.params.size(), false),
-      noted_(base.config.params.size(), 0) {
+      used_(base.config.params.size(), false) {
   if (base.owns.alone()) return;
   exchange_.emplace(base, updates, copies_, threads);
   sums_.emplace(base, *exchange_);
@@ -58,13 +56,11 @@ void Gradients::land_now(Lock& lock, const IncomingGradient& gradient) {
   try {
     if (!exchange_) squares = landing_.land(lock, gradient);
     if (exchange_) exchange_->land(lock, gradient);
-    if (exchange_) updates_.wait_begun(lock);  // a snapshot has what was known ahead of it
   } catch (...) {
     --landings_;
     throw;
   }
   --landings_;
-  note(gradient.param);
   sum_squares_[gradient.param] = squares.value();
   scalings_[gradient.param] = {};
   if (sums_) sums_->note_landed(gradient.param);
@@ -97,14 +93,6 @@ bool Gradients::look(Lock& lock, bool wanted) {
   return true;
 }
 
-GradientSums::Look Gradients::stop_adding(Lock& lock) {
-  refuse_behind_end();
-  const bool none = !sums_ || !any() || base_.config.update != UpdateMode::on_step;
-  if (none || any_landing()) return nullptr;
-  const BetweenSteps::StepCall call(between_, lock);
-  return meet_others(lock, kHold);
-}
-
 // All ranks do what was asked while this lives.
 GradientSums::Look Gradients::meet_others(Lock& lock, std::uint64_t asked) {
   refuse_behind_end();
@@ -116,28 +104,11 @@ GradientSums::Look Gradients::meet_others(Lock& lock, std::uint64_t asked) {
 void Gradients::take_sums() {
   landed_params_ = 0;
   for (std::uint32_t param = 0; param < landed_.size(); ++param) {
-    note(param);
     const Agreement::Entry sum = sums_->of(param);
     landed_[param] = sum.landed;
     landed_params_ += sum.landed != 0 ? 1 : 0;
     sum_squares_[param] = scalings_[param].of_squares(sum.squares.value());
   }
-}
-
-void Gradients::note(std::uint32_t param) {
-  if (!captures_.takes_gradients() || noted_[param] == captures_.epoch()) return;
-  noted_[param] = captures_.epoch();
-  if (landed_[param] == 0) return;
-  captures_.keep_gradient({param, landed_[param], sum_squares_[param], scalings_[param]});
-}
-
-void Gradients::restore(const SavedGradient& saved) {
-  refuse_where_none_landed(saved.param);
-  if (saved.count == 0) refuse("a gradient that has landed was counted");
-  landed_[saved.param] = saved.count;
-  sum_squares_[saved.param] = saved.sum_squares;
-  scalings_[saved.param] = saved.scaling;
-  if (sums_) sums_->restore(saved.param, base_.owns.rank == 0 ? saved.count : 0);
 }
 
 void Gradients::replace(Lock& lock, std::uint32_t param, const std::byte* from, Dtype dtype,
@@ -154,13 +125,11 @@ void Gradients::replace(Lock& lock, std::uint32_t param, const std::byte* from, 
                   .step = step_});
 }
 
-bool Gradients::scale(Lock& lock, std::uint32_t param, float factor, bool divides) {
+bool Gradients::scale(std::uint32_t param, float factor, bool divides) {
   refuse_hidden(param);
   refuse_without_pages(param, "scaled");
   refuse_where_none_landed(param);
   STRATA_ASSERT(!divides || factor != 0.0f);
-  updates_.wait_begun(lock);
-  note(param);
   if (!scalings_[param].add(factor, divides)) return false;
   GradScaling last;
   last.add(factor, divides);

@@ -29,8 +29,7 @@ namespace strata {
 class Gradients final {
  public:
   // `threads`: something may run beside the caller.
-  Gradients(Foundation& base, BetweenSteps& between, Updates& updates, Captures& captures,
-            bool threads);
+  Gradients(Foundation& base, BetweenSteps& between, Updates& updates, bool threads);
 
   // Takes numel contiguous elements of the device's memory, which work submitted so far on `stream`
   // wrote. Where `from` owns them they are lent, and may be kept until they have been used; else
@@ -48,11 +47,6 @@ class Gradients final {
   // known and it can be scaled. All ranks do so, as often in a step. False: nothing has landed here
   // since the last time, unless it is `wanted` all the same, or gradients may be used at any time.
   bool look(Lock& lock, bool wanted = false) STRATA_REQUIRES(core_lock);
-  // Of several ranks: nothing has landed here since they added up.
-  bool looked() const { return !sums_ || sums_->looked(); }
-  // Likewise, where there are gradients: all of them do so, and while this lives nothing is added.
-  // Null: nothing needs to be stopped, or what is asked will be refused.
-  GradientSums::Look stop_adding(Lock& lock) STRATA_REQUIRES(core_lock);
   // Where those of other ranks meet, and what all know of them; null: this rank is alone.
   GradientExchange* exchange() { return exchange_ ? &*exchange_ : nullptr; }
   const GradientExchange* exchange() const { return exchange_ ? &*exchange_ : nullptr; }
@@ -67,8 +61,7 @@ class Gradients final {
   // by what is read, added to or used of it from here on. No page moves. False, and nothing done:
   // no more of that can be kept. Throws StrataError (config) where none has landed. REQUIRES: the
   // factor is finite or NaN, no division is by zero, and no finite element becomes infinite.
-  bool scale(Lock& lock, std::uint32_t param, float factor, bool divides)
-      STRATA_REQUIRES(core_lock);
+  bool scale(std::uint32_t param, float factor, bool divides);
   // Waits until there is room for the gradient. False: there is none, and no update will make any,
   // so that Steps::complete() has to be called for other units first.
   bool fits(Lock& lock, std::uint32_t param) STRATA_REQUIRES(core_lock);
@@ -111,11 +104,6 @@ class Gradients final {
   // Whether use() has taken one of the parameter since the last step, or one of any.
   bool used(std::uint32_t param) const { return used_[param]; }
   bool any_used() const { return used_params_ != 0; }
-  // A snapshot of now has what is known of the parameter's gradient, which is about to change.
-  void note(std::uint32_t param);
-  // What a snapshot said of a parameter's gradient, which has landed again. Of several ranks each
-  // lands what it owns, and zeros for the rest, and all look behind that.
-  void restore(const SavedGradient& saved);
 
   // Nothing counts as used from here on.
   void forget_used() {
@@ -138,10 +126,9 @@ class Gradients final {
 
  private:
   // What ranks can be asked for beside a step, as numbers that no step's is.
-  static constexpr std::uint64_t kLook = 1, kDropAll = 2, kHold = 3, kDropSome = 4;
+  static constexpr std::uint64_t kLook = 1, kDropAll = 2, kDropSome = 3;
 
   void land_now(Lock& lock, const IncomingGradient& gradient) STRATA_REQUIRES(core_lock);
-  void await_captured(Lock& lock, std::uint32_t chunk) STRATA_REQUIRES(core_lock);
   void drop_one(Lock& lock, std::uint32_t param) STRATA_REQUIRES(core_lock);
   void forget_landed();
   void refuse_merged(std::uint32_t chunk) const;
@@ -161,7 +148,6 @@ class Gradients final {
   Foundation& base_;
   BetweenSteps& between_;
   Updates& updates_;
-  Captures& captures_;
   GradientCopies copies_;
   Landing landing_;
   std::optional<GradientExchange> exchange_;  // none: this rank is alone
@@ -171,7 +157,6 @@ class Gradients final {
   std::vector<double> sum_squares_;           // by parameter: of what landed
   std::vector<GradScaling> scalings_;         // by parameter: what was asked of it since
   std::vector<bool> used_;                    // by parameter
-  std::vector<std::uint32_t> noted_;          // by parameter: the last snapshot that was told of it
   std::size_t landed_params_ = 0;             // of which any has landed
   std::size_t used_params_ = 0;
   std::uint32_t landings_ = 0;  // under way

@@ -143,8 +143,7 @@ Holding holding_of(const Config& config, const Layout& layout) {
   if (Collectors(config).adds_up_here()) holding.outbox_frames *= 2;  // as many for sums
   holding.relay_wanted = relay_frames_wanted(config, layout, owns);
   if (config.snapshots != 0) {
-    holding.kept_slots =
-        snapshot_slots(layout, owns).beside(config.snapshots, gradients_rest(config));
+    holding.kept_slots = snapshot_slots(layout, owns).beside(config.snapshots);
   }
   for (const ParamSpec& spec : config.params) {
     holding.parameter_bytes += spec.numel * size_of(spec.dtype);

@@ -161,11 +161,10 @@ void Resumption::forget_everything() {
   }
 }
 
-// Gradients land again: their pages stay zero. REQUIRES: forget_everything().
+// REQUIRES: forget_everything().
 void Resumption::restore(const Snapshot& snapshot, const std::vector<std::byte>& scales) {
   Store* const ssd = base_.tiers.store(Tier::ssd);
   for (const SavedPage& saved : snapshot.pages) {
-    if (base_.layout.role_of[index(saved.page)] == Role::grad) continue;
     if (base_.table.tier(saved.page) == Tier::ssd) {
       ssd->share(saved.slot);
       base_.table.place(saved.page, saved.slot);

@@ -13,8 +13,7 @@
 // from here on; the snapshot holds it too, so the next write of the page goes to a fresh one, as it
 // does behind any snapshot. A page that rests elsewhere is lent the slot until somebody needs its
 // bytes, which then come to where it rests. So each page is read, and verified, when it is first
-// used. Two things are the caller's: scales of moments, which are memory here and so are given as
-// bytes, and gradients, which land again.
+// used. Scales of moments are memory here, so the caller gives them as bytes.
 //
 // Of several ranks each goes on from its own slots. What it has of others is stale once they have
 // done so: see Session::renew_others().

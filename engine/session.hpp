@@ -130,8 +130,8 @@ class Session final {
   std::uint64_t steps();
   std::int64_t step_of(std::uint32_t param);
 
-  // snapshots.hpp, snapshot_room.hpp. `keep`: complete ones beside the one that begins. Where
-  // gradients have landed it waits for all ranks, which call it at the same moment.
+  // snapshots.hpp, snapshot_room.hpp. `keep`: complete ones beside the one that begins. With
+  // lock_free it waits until the updates that were released are over.
   std::uint64_t begin_snapshot(std::uint32_t keep);
   // The number of the last one.
   std::uint64_t snapshots_begun();
@@ -146,10 +146,8 @@ class Session final {
   // The same while this lasts: the session does not end, and nobody else gets the files.
   void with_page_files(const std::function<void(std::vector<Descriptor>&)>& use);
   bool keep_pages_linkable();
-  // What a snapshot said of elements and of a gradient, behind what was written and has landed.
-  void restore_run(std::uint32_t param, std::size_t first, std::size_t count, std::int64_t step,
-                   bool merged);
-  void restore_gradient(const SavedGradient& saved);
+  // These elements have had so many updates.
+  void restore_run(std::uint32_t param, std::size_t first, std::size_t count, std::int64_t step);
 
   // resumption.hpp.
   std::vector<std::uint64_t> resume(LeftState left);

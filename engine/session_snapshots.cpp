@@ -11,16 +11,10 @@ namespace strata {
 
 std::uint64_t Session::begin_snapshot(std::uint32_t keep) {
   Gate::Call in(gate_);
-  // Ahead of the others, who would be asked again, and wait for what an earlier snapshot has still
-  // to capture, which needs the room.
-  core_->snapshots.want(keep);
-  core_->snapshot_room.make_beside(in.lock());
-  std::uint64_t id = 0;
-  {
-    // Nobody's later gradients are in the sums of whoever begins last.
-    const GradientSums::Look look = core_->gradients.stop_adding(in.lock());
-    id = core_->snapshots.begin(keep);
-  }
+  core_->snapshots.refuse_within_step();
+  // See captures.hpp, Note [Snapshots and updates].
+  if (config_.update == UpdateMode::lock_free) core_->updates.wait_done(in.lock());
+  const std::uint64_t id = core_->snapshots.begin(keep);
   core_->snapshot_room.make_beside(in.lock());
   return id;
 }
@@ -82,19 +76,13 @@ bool Session::keep_pages_linkable() {
 }
 
 void Session::restore_run(std::uint32_t param, std::size_t first, std::size_t count,
-                          std::int64_t step, bool merged) {
+                          std::int64_t step) {
   Gate::Call in(gate_);
   core_->elements.check(param, Kind::master, first, this, count);
   for (const std::uint32_t chunk : core_->base.layout.chunks_of(param)) {
     core_->updates.wait_settled(in.lock(), chunk);
   }
-  core_->updates.set_run(param, first, count, step, merged);
-}
-
-void Session::restore_gradient(const SavedGradient& saved) {
-  Gate::Call in(gate_);
-  core_->base.check_param(saved.param);
-  core_->gradients.restore(saved);
+  core_->updates.set_run(param, first, count, step);
 }
 
 std::vector<std::uint64_t> Session::resume(LeftState left) {

@@ -9,8 +9,6 @@ void Snapshot::sort() {
   std::ranges::sort(pages, {}, &SavedPage::page);
   std::ranges::sort(runs, {},
                     [](const SavedRun& run) { return std::pair(run.chunk, run.in_chunk); });
-  std::ranges::sort(frames, {}, [](const SavedFrame& f) { return std::pair(f.chunk, f.number); });
-  std::ranges::sort(gradients, {}, &SavedGradient::param);
   std::ranges::sort(scales_at, {}, &SavedScales::chunk);
 }
 

@@ -1,6 +1,7 @@
 #include "engine/snapshots.hpp"
 
 #include <algorithm>
+#include <span>
 #include <utility>
 
 #include "memory/check.hpp"
@@ -17,51 +18,44 @@ constexpr std::uint32_t kChunksTaken = 8;
 
 }  // namespace
 
-Snapshots::Snapshots(Foundation& base, Captures& captures, Updates& updates, Gradients& gradients,
-                     SnapshotRoom& room)
+Snapshots::Snapshots(Foundation& base, Captures& captures, Updates& updates,
+                     const Gradients& gradients, SnapshotRoom& room)
     : base_(base),
       captures_(captures),
       updates_(updates),
       gradients_(gradients),
       room_(room),
       slots_(snapshot_slots(base.layout, base.owns)),
-      taken_(base.layout.page_count, 0),
-      slot_of_(base.layout.page_count, kNoSlot) {}
+      pages_(base.layout.page_count),
+      scales_(base.layout.page_bytes) {}
 
-std::uint64_t Snapshots::slots_for(std::uint32_t keep, bool gradients) const {
-  if (!frozen_changes_) return slots_.beside(keep, gradients);
+std::uint64_t Snapshots::slots_for(std::uint32_t keep) const {
+  if (!frozen_changes_) return slots_.beside(keep);
   SnapshotSlots all = slots_;
   all.trained += std::exchange(all.frozen, 0);
-  return all.beside(keep, gradients);
+  return all.beside(keep);
 }
 
 void Snapshots::want(std::uint32_t keep) {
   if (captures_.take_frozen_written() && any()) frozen_changes_ = true;
-  room_.want(slots_for(keep, gradients_.any() || gradients_rest(base_.config)));
+  room_.want(slots_for(keep));
   kept_ = keep;
 }
 
+void Snapshots::refuse_within_step() const {
+  if (!gradients_.any() && !gradients_.any_used() && !gradients_.any_landing()) return;
+  throw StrataError({.fault = Fault::busy,
+                     .what = "a snapshot has no gradients, and some have landed since the last "
+                             "step: take it after step(), before the next backward"});
+}
+
 std::uint64_t Snapshots::begin(std::uint32_t keep) {
-  Error error{.fault = Fault::busy};
-  const bool in_backward = base_.config.update == UpdateMode::in_backward;
-  if (gradients_.any_landing()) {
-    error.what = "a gradient is landing on another thread: take a snapshot when its backward ended";
-  } else if (gradients_.any_used() || (in_backward && gradients_.any())) {
-    error.what =
-        "updates of this step begin as its gradients land, so parameters are of two steps: call "
-        "step() first, and take the snapshot behind it";
-  } else if (!gradients_.looked()) {
-    error.what =
-        "gradients of ranks where updates may lag are not kept: take the snapshot behind step()";
-  }
-  if (!error.what.empty()) throw StrataError(std::move(error));
+  refuse_within_step();
   want(keep);
-  const Asked asked{++last_, {updates_.released(), gradients_.any()}};
+  const Asked asked{++last_, updates_.released()};
   if (captures_.active()) {
     next_.push_back(asked);
-    const bool gradients =
-        std::ranges::any_of(next_, [](const Asked& a) { return a.subject.gradients; });
-    captures_.set_next(Captures::Subject{asked.subject.step, gradients});
+    captures_.set_next(asked.step);
   } else {
     start(asked);
   }
@@ -70,10 +64,9 @@ std::uint64_t Snapshots::begin(std::uint32_t keep) {
 }
 
 void Snapshots::start(const Asked& asked) {
-  captures_.begin(asked.subject);
+  captures_.begin(asked.step);
   now_id_ = asked.id;
-  now_.step = asked.subject.step;
-  now_.has_gradients = asked.subject.gradients;
+  now_.step = asked.step;
   rest_ = static_cast<std::uint32_t>(base_.layout.chunks.size());
   next_chunk_ = 0;
 }
@@ -141,7 +134,6 @@ void Snapshots::fail_all(const std::string& why, Fault fault) {
 
 void Snapshots::let_go(const Snapshot& snapshot) {
   for (const SavedPage& saved : snapshot.pages) store().unhold(saved.slot);
-  for (const SavedFrame& saved : snapshot.frames) store().unhold(saved.slot);
   for (const SavedSlot& saved : snapshot.others) store().unhold(saved.slot);
   for (const SavedSlot& saved : snapshot.scales) {
     if (saved.slot != kNoSlot) store().unhold(saved.slot);
@@ -171,7 +163,7 @@ bool Snapshots::turn(bool others_moved) {
     abandon();
     return true;
   }
-  if (captures_.left() == 0 && flush_scales() && saving_.empty()) {
+  if (captures_.left() == 0 && save_scales() && saving_.empty()) {
     finish();
     moved = true;
   }
@@ -200,31 +192,22 @@ bool Snapshots::capture(std::uint32_t id, std::size_t saves_max) {
     captures_.done(id);
     return true;
   }
-  if (!updates_.ready_for(id, captures_)) return false;
+  if (updates_.behind(id, captures_.step())) return false;
   bool moved = false, all = true;
-  const auto add = [&](Taken taken) {
-    moved |= taken == Taken::begun;
-    all &= taken == Taken::done;
-  };
   for (const Role role : kSavedRoles) {
     const PageRun& run = base_.layout.chunks[id].run(role);
     for (std::uint32_t i = 0; i < run.count && !doomed_; ++i) {
-      add(take(PageId{index(run.first) + i}, saves_max));
+      const Taken taken = take(PageId{index(run.first) + i}, saves_max);
+      moved |= taken == Taken::begun;
+      all &= taken == Taken::done;
     }
   }
-  if (!captures_.takes_gradients() && !all) return moved || doomed_.has_value();
-  const Runs runs = runs_of(id);
-  const std::size_t per_page = base_.layout.elements_per_page(base_.layout.chunks[id], Role::grad);
-  for (std::uint32_t n = 0; n < base_.layout.grad_frames(base_.layout.chunks[id]); ++n) {
-    const auto lies_there = [&](const SavedRun& run) {
-      return run.gradient != HeldGradient::none && run.in_chunk < (n + 1) * per_page &&
-             run.in_chunk + run.count > n * per_page;
-    };
-    if (!doomed_ && std::ranges::any_of(runs, lies_there))
-      add(take_gradient(id, runs, n, saves_max));
-  }
   if (doomed_) return true;
-  if (!all || !finish_chunk(id, runs)) return moved;
+  if (!all || !keep_scales(id)) return moved;
+  const std::vector<SavedRun> runs = updates_.runs_of(id);
+  now_.runs.insert(now_.runs.end(), runs.begin(), runs.end());
+  captures_.done(id);
+  base_.gate.notify();
   return true;
 }
 
@@ -241,7 +224,7 @@ bool Snapshots::reap() {
     } else {
       store().release(slot);
     }
-    if (saving->scratch != nullptr) saving->scratch->taken = false;
+    if (saving->scales != nullptr) scales_.give_back(saving->scales);
     saving_.erase(saving);
   }
   return !completions.empty();
@@ -250,16 +233,13 @@ bool Snapshots::reap() {
 // It is where the snapshot has it.
 void Snapshots::note(const Saving& saving) {
   if (saving.pin) return note(saving.pin.page(), saving.slot);
-  note_place(kNoPage, saving.slot);
-  SavedFrame frame = saving.frame.value();
-  frame.slot = saving.slot;
-  frame.contents = store().contents(saving.slot).value();
-  if (saving.scales) {
-    now_.scales[frame.number] = frame;
-    return;
-  }
-  now_.frames.push_back(frame);
-  frames_[{frame.chunk, frame.number}] = Taken::done;
+  pages_.note_bytes(saving.slot);
+  now_.scales[saving.number] = {saving.slot, store().contents(saving.slot).value()};
+}
+
+void Snapshots::note(PageId page, SlotId slot) {
+  pages_.note(page, slot, captures_.epoch());
+  now_.pages.push_back({{slot, store().contents(slot).value()}, page});
 }
 
 // What was asked for and is not needed any more: else its frame would stay promised to us.
@@ -269,31 +249,102 @@ bool Snapshots::leave_fetched() {
   return true;
 }
 
-// False: not yet.
-bool Snapshots::finish_chunk(std::uint32_t id, const Runs& runs) {
-  for (const SavedRun& run : runs) {
-    const std::uint32_t group = base_.config.params[run.param].group;
-    if (run.gradient != HeldGradient::waiting) continue;
-    if (base_.config.groups[group].rule != Rule::foreign) continue;
-    give_up("a gradient of " + base_.config.params[run.param].name +
-                " waits for an update by a Python class: call step() first",
-            Fault::busy);
-    return true;
+// See Note [How a page is captured].
+Snapshots::Taken Snapshots::take(PageId page, std::size_t saves_max) {
+  if (pages_.has(page, captures_.epoch())) return Taken::done;
+  const PageTable& table = base_.table;
+  const std::uint64_t newest = table.newest(page);
+  if (newest == 0) return Taken::done;
+  const bool in_slot = table.tier(page) == Tier::ssd;
+  std::optional<SlotId> slot = pages_.unchanged(page, newest, store());
+  if (!slot && in_slot && table.is_current(page, Tier::ssd)) {
+    slot = table.at(page, Tier::ssd).slot();
   }
-  if (!keep_scales(id)) return false;
-  for (const SavedRun& run : runs) {
-    if (run.gradient != HeldGradient::none) gradients_.note(run.param);
+  if (!slot && in_slot) {
+    base_.cache.write_soon(page);
+    return Taken::not_yet;
   }
-  now_.runs.insert(now_.runs.end(), runs.begin(), runs.end());
-  frames_.erase(frames_.lower_bound({id, 0}), frames_.lower_bound({id + 1, 0}));
-  captures_.done(id);
-  base_.gate.notify();
+  if (!slot) return save(page, saves_max);
+  if (!store().held(*slot) && !find_room()) return Taken::not_yet;
+  if (!store().hold(*slot)) {
+    find_room();
+    return Taken::not_yet;
+  }
+  note(page, *slot);
+  return Taken::done;
+}
+
+// A slot for one page more. False: not yet, or there will be none, and the snapshot is given up.
+bool Snapshots::find_room() {
+  if (has_room()) return true;
+  if (complete_.size() <= kept_) give_up("its slots are used up", Fault::no_space);
+  return false;
+}
+
+// Slots that pages may yet come to rest in are not a snapshot's.
+bool Snapshots::has_room() const {
+  const std::size_t acquired = store().acquired_slots() - saving_.size();
+  const std::size_t promised =
+      base_.claims.slots - std::min<std::size_t>(base_.claims.slots, acquired);
+  return store().spare_slots() > promised;
+}
+
+Snapshots::Taken Snapshots::save(PageId page, std::size_t saves_max) {
+  const auto same = [page](const Saving& saving) {
+    return saving.pin && saving.pin.page() == page;
+  };
+  if (std::ranges::any_of(saving_, same)) return Taken::not_yet;
+  if (saving_.size() >= saves_max || base_.transfers.full()) return Taken::not_yet;
+  // Of what passes through staging, one page at a time: see page_cache.hpp.
+  const bool staged = base_.table.tier(page) != Tier::host;
+  const auto passes = [this](const Saving& saving) {
+    return saving.pin && base_.table.tier(saving.pin.page()) != Tier::host;
+  };
+  if (staged && fetching_ != page && fetching_ != kNoPage) return Taken::not_yet;
+  if (staged && std::ranges::any_of(saving_, passes)) return Taken::not_yet;
+  if (!find_room()) return Taken::not_yet;
+  Pin pin = base_.cache.open(page, Intent::read);
+  if (!pin) {
+    if (staged) fetching_ = page;
+    return Taken::not_yet;
+  }
+  if (fetching_ == page) fetching_ = kNoPage;
+  const SlotId slot = store().acquire().value();
+  base_.transfers.save(page, slot, Requester::snapshots);
+  saving_.push_back({.pin = std::move(pin), .slot = slot, .epoch = captures_.epoch()});
+  return Taken::begun;
+}
+
+// Returns false if not yet.
+bool Snapshots::keep_scales(std::uint32_t id) {
+  const std::size_t bytes = base_.layout.scale_bytes(base_.layout.chunks[id]);
+  if (bytes == 0) return true;
+  if (!scales_.fits(bytes) && !save_scales()) return false;
+  const auto at = scales_.add({base_.scales + base_.owns.scales[id], bytes});
+  if (!at) return false;
+  if (*at == 0) now_.scales.emplace_back();
+  const auto page = static_cast<std::uint32_t>(now_.scales.size() - 1);
+  now_.scales_at.push_back({.chunk = id, .page = page, .byte = *at});
+  return true;
+}
+
+// What was gathered goes to its slot. Returns false if not yet.
+bool Snapshots::save_scales() {
+  if (scales_.empty()) return true;
+  if (saving_.size() >= kSavesAsked || base_.transfers.full() || !find_room()) return false;
+  const Chunk& last = base_.layout.chunks[now_.scales_at.back().chunk];
+  const std::span<const std::byte> filled = scales_.hand_over();
+  const SlotId slot = store().acquire().value();
+  base_.transfers.save(filled, slot, base_.layout.segments[last.segment].unit,
+                       Requester::snapshots);
+  saving_.push_back({.slot = slot,
+                     .epoch = captures_.epoch(),
+                     .scales = filled.data(),
+                     .number = static_cast<std::uint32_t>(now_.scales.size() - 1)});
   return true;
 }
 
 void Snapshots::finish() {
-  now_.gradients = captures_.gradients();
-  now_.hypers = captures_.hypers();
   captures_.end();
   complete_.emplace(now_id_, std::exchange(now_, {}));
   start_next();
@@ -310,9 +361,7 @@ void Snapshots::give_up(const std::string& why, Fault fault) {
 void Snapshots::abandon() {
   captures_.end();
   let_go(std::exchange(now_, {}));
-  frames_.clear();
-  if (scales_ != nullptr) std::exchange(scales_, nullptr)->taken = false;
-  for (Scratch& scratch : scratch_) scratch.gathers.reset();
+  scales_.drop();
   failed_.emplace(now_id_, std::move(*std::exchange(doomed_, std::nullopt)));
   start_next();
 }

@@ -197,7 +197,6 @@ void Steps::forget(Lock& lock) {
   const BetweenSteps::StepCall call(parts_.between, lock);
   if (auto& remote = parts_.base.remote; remote && !loading_) loading_.emplace(*remote);
   Updates& updates = parts_.updates;
-  updates.wait_gradients_captured(lock);
   parts_.base.gate.wait(lock, [&] { return !updates.busy() || updates.waits_for_release(); });
   updates.forget_merged();
   parts_.gradients.forget(lock);

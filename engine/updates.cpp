@@ -71,9 +71,6 @@ std::int64_t Updates::staleness_of(std::uint32_t chunk) const {
 }
 
 bool Updates::may_land(std::uint32_t chunk, std::int64_t step) const {
-  // See captures.hpp, Note [Snapshots and updates].
-  const bool queued = chunks_[chunk].queued;
-  if (!captures_.may_land(chunk, queued ? chunks_[chunk].oldest : 0)) return false;
   if (gradients_ == nullptr) return settled(chunk);
   return staleness_of(chunk) != 0 || !chunks_[chunk].queued || chunks_[chunk].oldest >= step;
 }
@@ -119,7 +116,6 @@ bool Updates::holds_gradient(std::uint32_t chunk, std::uint32_t param) const {
 void Updates::forget_landed(std::uint32_t chunk) {
   STRATA_ASSERT(!(chunks_[chunk].queued && is_held(chunk)));
   for (ChunkPiece& piece : chunks_[chunk].pieces) {
-    piece.older = false;
     if (std::exchange(piece.landed, false)) piece.lent.reset();
   }
   if (gradients_ != nullptr && !chunks_[chunk].queued) gradients_->drop(chunk);
@@ -140,7 +136,7 @@ void Updates::forget_merged() {
   for (const std::uint32_t id : std::exchange(queue_, {})) {
     ChunkState& chunk = chunks_[id];
     for (ChunkPiece& piece : chunk.pieces) {
-      piece.landed = piece.older = false;
+      piece.landed = false;
       piece.lent.reset();
       if (std::exchange(piece.waiting, false)) released_groups_.drop(piece.release);
     }
@@ -170,7 +166,7 @@ void Updates::release_piece(ChunkPiece& piece, const Release& release, ReleaseId
   piece.release = kept;
   piece.scale = release.scale_of[index(spec.unit)];
   piece.scaling = release.scalings[piece.param];
-  piece.landed = piece.older = false;
+  piece.landed = false;
   piece.waiting = true;
 }
 
@@ -183,10 +179,6 @@ void Updates::release(const Release& release) {
   for (const UnitId unit : release.units) {
     for (const std::uint32_t id : layout_.units[index(unit)].chunks) {
       ChunkState& chunk = chunks_[id];
-      const auto landed = [](const ChunkPiece& piece) { return piece.landed; };
-      if (captures_.needs_runs(id) && std::ranges::any_of(chunk.pieces, landed)) {
-        captures_.keep_runs(id, runs_of(id, true));
-      }
       bool touched = false;
       bool merges = false;
       for (ChunkPiece& piece : chunk.pieces) {
@@ -298,11 +290,6 @@ void Updates::wait_idle(Lock& lock) {
 
 void Updates::wait_begun(Lock& lock) {
   gate_.wait(lock, [&] { return !captures_.has_next(); }, {"the last snapshot to be captured"});
-}
-
-void Updates::wait_gradients_captured(Lock& lock) {
-  gate_.wait(lock, [&] { return !captures_.has_next() && !captures_.takes_gradients(); },
-             {"a snapshot of gradients"});
 }
 
 void Updates::wait_done(Lock& lock) {

@@ -57,6 +57,7 @@
 #include "engine/layout.hpp"
 #include "engine/ranks/ownership.hpp"
 #include "engine/released_groups.hpp"
+#include "engine/snapshot.hpp"
 #include "engine/staleness.hpp"
 #include "memory/timeline.hpp"
 #include "offload/residency/prefetcher.hpp"
@@ -117,9 +118,8 @@ class Updates final {
   // still to read. Nor, where gradients have no pages, while the last one waits, is of an older
   // step, and the chunk's readers may not lag: so each gets an update of its own.
   bool may_land(std::uint32_t chunk, std::int64_t step) const;
-  // A released gradient of the chunk was added to, so the two cannot be told apart. Of one that a
-  // snapshot brought, the older part has no update of its own to come.
-  bool merged(std::uint32_t chunk) const;
+  // A released gradient of the chunk was added to, so the two cannot be told apart.
+  bool merged(std::uint32_t chunk) const { return chunks_[chunk].queued && is_held(chunk); }
   // Forgets what has landed in the chunk since the last release; or just the parameter's, where
   // gradients have pages, and tells whether nothing is left. REQUIRES: !merged(chunk).
   void forget_landed(std::uint32_t chunk);
@@ -166,16 +166,11 @@ class Updates final {
   bool waits_for_release() const;
   // The chunk's updates of steps up to this one are not all published.
   bool behind(std::uint32_t chunk, std::int64_t step) const;
-  // The chunk's updates that a snapshot of this step waits for are published: all but those that
-  // wait for the next release, where gradients are part of it.
-  bool ready_for(std::uint32_t chunk, const Captures& captures) const;
-  // What the chunk's elements are at, as far as it is published; `gradients`: and what they hold of
-  // gradients. REQUIRES: nothing of it is being updated.
-  std::vector<SavedRun> runs_of(std::uint32_t chunk, bool gradients) const;
-  // Elements of a parameter are at another step than the rest of it; `merged`: what has landed on
-  // them has the gradient of an older step in it.
-  void set_run(std::uint32_t param, std::size_t first, std::size_t count, std::int64_t step,
-               bool merged);
+  // How many updates the chunk's elements have had, as far as they are published. REQUIRES: nothing
+  // of it is being updated.
+  std::vector<SavedRun> runs_of(std::uint32_t chunk) const;
+  // Elements of a parameter are at another step than the rest of it.
+  void set_run(std::uint32_t param, std::size_t first, std::size_t count, std::int64_t step);
 
   // Until the chunk is settled. This and the next two throw StrataError where a gradient has been
   // added to an older one since the last release: both wait for the next one.
@@ -188,8 +183,6 @@ class Updates final {
   void wait_idle(Lock& lock) STRATA_REQUIRES(core_lock);
   // Until every snapshot that was asked for has begun, so that a later step may be released.
   void wait_begun(Lock& lock) STRATA_REQUIRES(core_lock);
-  // Until no snapshot needs gradients.
-  void wait_gradients_captured(Lock& lock) STRATA_REQUIRES(core_lock);
   void refuse_if_merged() const;
   bool turn();
   // A worker could not do its job; the session ends with it.
@@ -216,7 +209,6 @@ class Updates final {
     GradScaling scaling = {};        // ... what was asked of it
     bool landed = false;             // since the last release
     bool waiting = false;            // released, and not taken yet
-    bool older = false;              // landed: with one of an earlier step, of a snapshot
     std::shared_ptr<const std::byte> lent = {};  // the parameter's gradient, where it stays
 
     bool has_gradient() const { return landed || waiting; }
@@ -255,7 +247,7 @@ class Updates final {
   bool is_held(std::uint32_t chunk) const;
   bool may_open(std::uint32_t chunk);
   void release_piece(ChunkPiece& piece, const Release& release, ReleaseId kept);
-  SavedRun run_of(std::uint32_t chunk, const ChunkPiece& piece, bool gradients) const;
+  SavedRun run_of(std::uint32_t chunk, const ChunkPiece& piece) const;
   void cut_pieces(std::uint32_t param, std::size_t at);
   void block_or_not(std::uint32_t chunk);
   bool admit();

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from . import _core
-from ._config.budgets import gradients_rest, tier_budgets
+from ._config.budgets import tier_budgets
 from ._config.choices import AS_IS
 from ._config.frozen import Frozen
 from ._config.options import Options
@@ -123,9 +123,8 @@ def wrap(
             host.
         snapshots: how many complete ones strata.snapshot() will keep, all series together. They and
             the next one get room on the SSD now, or are refused now, with what would do: so many
-            times and once more the state of what is trained, and once that of what is frozen; with
-            gradient_accumulation_steps and LockFree also of gradients, as a snapshot in the middle
-            of an accumulation has them. 0: the first strata.snapshot() makes room, or is refused.
+            times and once more the state of what is trained, and once that of what is frozen. 0:
+            the first strata.snapshot() makes room, or is refused.
         frozen: how what is frozen rests. `"nf4"` and `"nf4-double"`: in 4 bits, as bitsandbytes has
             them, scales in 32 or 8 bits; `"nf4-torchao"`: as torchao has made them; `"int8"`;
             `"as-is"`: in the dtype of computation. It means the weights of layers, not norms,
@@ -210,7 +209,7 @@ def plan(model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> 
     finally:
         undo.run()
     ranks = wanted.ranks.count if wanted.ranks is not None else 1
-    return PlanReport(result, tier_budgets(config), gradients_rest(config), ranks)
+    return PlanReport(result, tier_budgets(config), ranks)
 
 
 def unwrap(model: nn.Module) -> nn.Module:

@@ -325,15 +325,12 @@ class Session:
     def reserve_snapshots(self, keep: int) -> None:
         """Makes room for so many complete snapshots beside one that begins, for good."""
     def begin_snapshot(self, keep: int) -> int:
-        """The state of now is kept, with gradients that have landed since the last step; its
-        number. Raises StrataError: "config" where the budget has no room for `keep` complete ones
-        beside it, "busy" where gradients are landing or being used. Ranks with gradients meet."""
+        """Keeps the state after the last step, and returns the number of that; with lock_free it
+        waits for the updates that were released. Raises StrataError: "config" where the budget has
+        no room for `keep` complete ones beside it, "busy" where gradients have landed since."""
     def snapshots_begun(self) -> int: ...  # the number of the last one
-    # Of a snapshot: updates that elements have had, and what was known of a gradient.
-    def restore_run(self, param: int, first: int, count: int, step: int, merged: bool) -> None: ...
-    def restore_gradient(
-        self, param: int, count: int, sum_squares: float, factors: list[float], divisions: int
-    ) -> None: ...
+    def restore_run(self, param: int, first: int, count: int, step: int) -> None:
+        """These elements have had so many updates."""
     def snapshot(self, number: int) -> TakenSnapshot: ...  # waits until it is complete
     def drop_snapshot(self, number: int) -> None: ...  # complete or not: its slots are free again
     def make_pages_durable(self) -> None: ...  # what was written is on the disks behind it

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from typing_extensions import Buffer
 
-from ._core import DtypeName, GroupSpec
+from ._core import DtypeName
 
 class PageFiles:
     """Page files of another session, to be the next one's: opened to write, which nobody else may
@@ -43,8 +43,6 @@ class TakenSnapshot:
     scale_bytes: int  # of the scale area, which has those of this rank's moments
     chunk_count: int
     param_steps: list[int]  # by parameter
-    gradients: list[tuple[int, int, float, list[float], int]] | None
-    hypers: list[GroupSpec]  # of gradients that wait
     def mine(self, number: int) -> bool:
         """Whether this rank owns the chunk, and so has its pages."""
     def chunk(self, number: int) -> dict[str, Any]: ...

@@ -43,8 +43,8 @@ void GradientSums::agree(Lock& lock, std::uint64_t asked, std::span<const GradSc
   if (const auto other = agreement_.differs()) {
     refuse("rank " + std::to_string(*other) + " and rank " + std::to_string(base_.owns.rank) +
            " ask different things of this step: learning rates, other options of the optimizer, "
-           "how gradients are clipped, scaled and divided, and where they are read, dropped "
-           "or kept must be the same on all ranks");
+           "how gradients are clipped, scaled and divided, and where they are read or "
+           "dropped must be the same on all ranks");
   }
   looked_ = true;
 }

@@ -52,7 +52,6 @@ class GradientSums final {
     ++landed_here_[param];
     looked_ = false;
   }
-  void restore(std::uint32_t param, std::uint32_t count) { landed_here_[param] = count; }
   void forget(std::uint32_t param) { landed_here_[param] = 0; }
   void forget_all() {
     landed_here_.assign(landed_here_.size(), 0);

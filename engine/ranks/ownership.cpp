@@ -100,7 +100,6 @@ SnapshotSlots snapshot_slots(const Layout& layout, const Ownership& owns) {
     const Chunk& chunk = layout.chunks[id];
     const std::uint64_t pages = chunk.pages() - chunk.run(Role::grad).count;
     (layout.trains(chunk) ? slots.trained : slots.frozen) += pages;
-    slots.gradients += layout.grad_frames(chunk);
   }
   slots.trained += scale_pages(layout, owns);
   return slots;

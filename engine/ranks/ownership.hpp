@@ -59,13 +59,12 @@ std::vector<OwnedRun> owned_runs(const Layout& layout, const Ownership& owns, st
 
 // Slots that one snapshot takes for what this rank owns.
 struct SnapshotSlots {
-  std::uint64_t trained = 0;    // of what every step changes, with scales of moments
-  std::uint64_t frozen = 0;     // of what does not change: snapshots share it
-  std::uint64_t gradients = 0;  // where any have landed
+  std::uint64_t trained = 0;  // of what every step changes, with scales of moments
+  std::uint64_t frozen = 0;   // of what does not change: snapshots share it
 
   // Of so many complete ones, beside one that is taken, and beside where pages rest.
-  std::uint64_t beside(std::uint32_t keep, bool with_gradients) const {
-    return (trained + (with_gradients ? gradients : 0)) * (std::uint64_t{keep} + 1) + frozen;
+  std::uint64_t beside(std::uint32_t keep) const {
+    return trained * (std::uint64_t{keep} + 1) + frozen;
   }
 };
 SnapshotSlots snapshot_slots(const Layout& layout, const Ownership& owns);

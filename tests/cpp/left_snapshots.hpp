@@ -35,17 +35,12 @@ struct Linked {
       slots.push_back({.slot = saved.slot, .contents = saved.contents});
     };
     std::ranges::for_each(snapshot.pages, add);
-    std::ranges::for_each(snapshot.frames, add);
     std::ranges::for_each(snapshot.scales, add);
     return slots;
   }
-  // Those of the roles that are no gradient.
   std::vector<LeftState::PageAt> pages() const {
     std::vector<LeftState::PageAt> pages;
-    for (const SavedPage& saved : snapshot.pages) {
-      if (layout.role_of[index(saved.page)] == Role::grad) continue;
-      pages.push_back({saved.page, saved.slot});
-    }
+    for (const SavedPage& saved : snapshot.pages) pages.push_back({saved.page, saved.slot});
     return pages;
   }
   // As the scale area of a session has them.

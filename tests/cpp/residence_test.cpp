@@ -89,10 +89,11 @@ void check_budgets(const Config& config, const Residence& home) {
   EXPECT_LE((home.device_frames + home.rest_frames) * page, config.device_bytes);
   EXPECT_LE(home.host_frames * page, config.host_bytes);
   EXPECT_LE((std::size_t{home.slots} + home.kept_slots) * page, config.ssd_bytes);
-  EXPECT_EQ(home.kept_slots, config.snapshots == 0
-                                 ? 0
-                                 : snapshot_slots(home.layout, share_chunks(home.layout, 0, 1))
-                                       .beside(config.snapshots, gradients_rest(config)));
+  EXPECT_EQ(
+      home.kept_slots,
+      config.snapshots == 0
+          ? 0
+          : snapshot_slots(home.layout, share_chunks(home.layout, 0, 1)).beside(config.snapshots));
   EXPECT_GE(home.device_frames, home.device_frames_min);
   std::uint32_t on_ssd = 0, on_host = 0;
   ASSERT_EQ(home.tier.size(), home.layout.page_count);

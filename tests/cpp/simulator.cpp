@@ -59,7 +59,6 @@ class Simulation final {
         pass(false, true);
         pass(true, true);
         if (config_.update == UpdateMode::on_step && below(3) == 0) change_gradients();
-        if (below(4) == 0) taken_.take(*session_, plain_);
       }
       if (below(8) == 0 && config_.update != UpdateMode::in_backward)
         forget();

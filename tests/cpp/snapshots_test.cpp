@@ -143,44 +143,40 @@ TEST(Snapshots, BeginOneBehindTheOther) {
   fill(session);
   session.reserve_snapshots(4);
   train(session, 1);
-  std::vector<std::uint64_t> ids = {session.begin_snapshot(4), session.begin_snapshot(4)};
-  visit(session, 0, false);
-  visit(session, 0, true);
-  ids.push_back(session.begin_snapshot(4));
-  session.step(session.config().groups, {});
+  std::vector<std::uint64_t> ids;
+  for (int i = 0; i < 3; ++i) ids.push_back(session.begin_snapshot(4));
+  train(session, 1);
   ids.push_back(session.begin_snapshot(4));
   std::vector<std::int64_t> steps;
-  std::vector<bool> gradients;
-  for (const std::uint64_t id : ids) {
-    const Snapshot snapshot = session.snapshot(id);
-    steps.push_back(snapshot.step);
-    gradients.push_back(snapshot.has_gradients && !snapshot.gradients.empty());
-  }
+  for (const std::uint64_t id : ids) steps.push_back(session.snapshot(id).step);
   EXPECT_EQ(steps, (std::vector<std::int64_t>{1, 1, 1, 2}));
-  EXPECT_EQ(gradients, (std::vector<bool>{false, false, true, false}));
 }
 
-TEST(Snapshots, OfUpdatesThatHaveBegunInTheBackwardAreRefused) {
-  TempFolder folder;
-  Config config = small_config(folder.path());
-  config.update = UpdateMode::in_backward;
-  Session session(config);
-  fill(session);
-  session.reserve_snapshots(1);
-  visit(session, 0, false);
-  visit(session, 0, true);
-  for (const bool completed : {false, true}) {
-    if (completed) session.complete(UnitId{0}, session.config().groups, 0.0);
-    try {
-      session.begin_snapshot(1);
-      ADD_FAILURE() << "parameters are of two steps";
-    } catch (const StrataError& error) {
-      EXPECT_EQ(error.error().fault, Fault::busy);
-      EXPECT_NE(std::string(error.what()).find("step()"), std::string::npos) << error.what();
+TEST(Snapshots, BetweenABackwardAndItsStepAreRefused) {
+  for (const UpdateMode update : {UpdateMode::on_step, UpdateMode::in_backward}) {
+    TempFolder folder;
+    Config config = small_config(folder.path());
+    config.update = update;
+    Session session(config);
+    fill(session);
+    session.reserve_snapshots(1);
+    visit(session, 0, false);
+    visit(session, 0, true);
+    for (const bool completed : {false, true}) {
+      if (completed && update == UpdateMode::in_backward) {
+        session.complete(UnitId{0}, session.config().groups, 0.0);
+      }
+      try {
+        session.begin_snapshot(1);
+        ADD_FAILURE() << "gradients have landed";
+      } catch (const StrataError& error) {
+        EXPECT_EQ(error.error().fault, Fault::busy);
+        EXPECT_NE(std::string(error.what()).find("step()"), std::string::npos) << error.what();
+      }
     }
+    session.step(session.config().groups, {});
+    session.snapshot(session.begin_snapshot(1));
   }
-  session.step(session.config().groups, {});
-  session.snapshot(session.begin_snapshot(1));
 }
 
 // Far more scales than memory of our own: they go to slots, and come in whole.
@@ -241,8 +237,8 @@ void zero(Session& session) {
   }
 }
 
-// Readers lag behind updates, and gradients are added to older ones that wait; a snapshot has the
-// gradients of all steps up to its own, and of none behind it.
+// Readers lag behind updates, and gradients are added to older ones that wait. A snapshot waits for
+// the updates of all steps up to its own, and has those of no later one.
 TEST(Snapshots, OfLaggingUpdatesAreOfOneStep) {
   for (const std::uint32_t staleness : {0U, 1U, 3U}) {
     TempFolder folder;
@@ -288,90 +284,6 @@ TEST(Snapshots, OfLaggingUpdatesAreOfOneStep) {
     for (std::uint32_t p = 0; p < kUnits * kParamsEach; ++p) {
       session.read(p, Kind::master, 0, values.data(), kNumel);
       EXPECT_EQ(values[0], 12.0f);
-    }
-  }
-}
-
-// A float where a slot has one of 4 bytes, or the upper half of one.
-float value_at(int file, SlotId slot, std::size_t byte, std::size_t bytes) {
-  std::uint32_t bits = 0;
-  const auto at = static_cast<off_t>(index(slot) * kPage + byte);
-  EXPECT_EQ(pread(file, &bits, bytes, at), static_cast<ssize_t>(bytes));
-  return std::bit_cast<float>(bytes == 2 ? bits << 16 : bits);
-}
-
-// The first element of a run: its parameter less what is not applied of its gradient.
-float applied_and_held(const Snapshot& snapshot, const Layout& layout, const SavedRun& run,
-                       int file) {
-  const Chunk& chunk = layout.chunks[run.chunk];
-  const Spot spot = layout.spot(chunk, Role::param, run.in_chunk);
-  float total = 0.0f;
-  for (const SavedPage& saved : snapshot.pages) {
-    if (saved.page == spot.page) total += value_at(file, saved.slot, spot.byte, 2);
-  }
-  const std::size_t per_page = layout.elements_per_page(chunk, Role::grad);
-  for (const SavedFrame& saved : snapshot.frames) {
-    if (run.gradient == HeldGradient::none || saved.chunk != run.chunk) continue;
-    if (saved.number != run.in_chunk / per_page) continue;
-    total -= value_at(file, saved.slot, run.in_chunk % per_page * 4, 4);
-  }
-  return total;
-}
-
-// All parameters get a gradient of -1 in each backward, but those with odd numbers not in every
-// third one.
-bool gets_one(std::uint32_t param, int step) {
-  return step % 3 != 0 || param % 2 == 0;
-}
-
-void land_some(Session& session, int step) {
-  const std::vector<std::uint16_t> gradient(kNumel, 0xbf80);
-  for (std::uint32_t u = kUnits; u-- > 0;) {
-    session.enter(UnitId{u}, true);
-    for (std::uint32_t p = u * kParamsEach; p < (u + 1) * kParamsEach; ++p) {
-      if (gets_one(p, step)) session.land_gradient(p, gradient.data(), Dtype::bfloat16);
-    }
-    session.leave(UnitId{u});
-  }
-}
-
-// Readers lag, and snapshots are taken between a backward and its step: what was merged is there
-// once, with the gradient of the earlier step in it, and what waits says of which step it is.
-TEST(Snapshots, OfMergedGradientsHaveAllThatIsNotApplied) {
-  for (const std::uint32_t staleness : {1U, 3U}) {
-    TempFolder folder;
-    Config config = lagging_config(folder.path(), staleness);
-    config.accumulate = true;
-    Session session(config);
-    zero(session);
-    session.reserve_snapshots(1);
-    for (int step = 1; step <= 12; ++step) {
-      land_some(session, step);
-      const std::uint64_t id = session.begin_snapshot(1);
-      session.step(session.config().groups, {});
-      const Snapshot snapshot = session.snapshot(id);
-      EXPECT_EQ(snapshot.step, step - 1);
-      const int file = open(swap_files(folder.path()).at(0).c_str(), O_RDONLY | O_CLOEXEC);
-      for (const SavedRun& run : snapshot.runs) {
-        const int landed = run.param % 2 == 0 ? step : step - step / 3;
-        EXPECT_EQ(applied_and_held(snapshot, session.residence().layout, run, file),
-                  static_cast<float>(landed))
-            << "parameter " << run.param << ", step " << step << ", staleness " << staleness;
-        const bool of_now =
-            run.gradient == HeldGradient::landed || run.gradient == HeldGradient::merged;
-        EXPECT_EQ(of_now, gets_one(run.param, step));
-        if (run.gradient == HeldGradient::waiting) {
-          EXPECT_EQ(snapshot.hypers.at(run.hyper).lr, 1.0);
-        }
-      }
-      close(file);
-      session.drop_snapshot(id);
-    }
-    session.drain();
-    std::vector<float> values(kNumel);
-    for (std::uint32_t p = 0; p < kUnits * kParamsEach; ++p) {
-      session.read(p, Kind::master, 0, values.data(), kNumel);
-      EXPECT_EQ(values[0], p % 2 == 0 ? 12.0f : 8.0f) << "parameter " << p;
     }
   }
 }

@@ -39,8 +39,8 @@ class TakenSnapshots final {
   }
   std::uint64_t looked_at() const { return looked_at_; }
 
-  // The run goes on from the oldest one, if that is complete, without gradients, and no other is
-  // under way; `plain` too.
+  // The run goes on from the oldest one, if that is complete, and no other is under way; `plain`
+  // too.
   bool go_back(Session& session, std::vector<PlainParam>& plain) {
     if (taken_.empty()) return false;
     try {
@@ -51,7 +51,6 @@ class TakenSnapshots final {
       if (error.error().page != kNoPage) throw;
       return false;  // look() will see why
     }
-    if (session.snapshot(taken_[0].id).has_gradients) return false;
     session.go_back(taken_[0].id);
     plain = taken_[0].plain;
     for (std::uint32_t p = 0; p < plain.size(); ++p) session.set_step(p, plain[p].steps());
@@ -97,7 +96,7 @@ class TakenSnapshots final {
     const Layout layout = session.residence().layout;
     for (std::uint32_t p = 0; p < plain.size(); ++p) {
       const std::string of = " of " + session.config().params[p].name;
-      const std::string differs = compare_runs(snapshot, p, plain[p], layout, disk);
+      const std::string differs = compare_steps(snapshot, p, plain[p]);
       if (!differs.empty()) return differs + of;
       const std::vector<std::pair<Role, const void*>> roles = {
           {Role::param, plain[p].bytes().data()},
@@ -115,64 +114,12 @@ class TakenSnapshots final {
     return "";
   }
 
-  // Steps, and gradients.
-  std::string compare_runs(const Snapshot& snapshot, std::uint32_t p, const PlainParam& plain,
-                           const Layout& layout, std::span<const std::byte> disk) const {
-    const auto known = std::ranges::find(snapshot.gradients, p, &SavedGradient::param);
-    const bool landed = known != snapshot.gradients.end();
-    if (landed != (plain.has_gradient() && plain.trainable())) {
-      return "a snapshot knows of another gradient";
-    }
-    const std::vector<float> expected = plain.gradient();
+  static std::string compare_steps(const Snapshot& snapshot, std::uint32_t p,
+                                   const PlainParam& plain) {
     for (const SavedRun& run : snapshot.runs) {
-      if (run.param != p) continue;
-      if (run.step != plain.steps()) return "a snapshot counted other steps";
-      if (run.gradient != (landed ? HeldGradient::landed : HeldGradient::none)) {
-        return "a snapshot has another kind of gradient";
-      }
-      if (!landed) continue;
-      for (std::size_t done = 0; done < run.count;) {
-        const auto [bytes, count] = gradient_at(snapshot, layout, run, done, disk);
-        if (bytes == nullptr) return may_be_damaged ? "" : "overwritten: a gradient";
-        std::vector<float> values(count);
-        const Segment& segment = layout.segments[layout.chunks[run.chunk].segment];
-        kernels(Isa::scalar)
-            .read_gradient(bytes, layout.grad_dtype(segment), known->scaling, count, values.data());
-        if (std::memcmp(values.data(), expected.data() + run.in_param + done, count * 4) != 0) {
-          return "a snapshot has another gradient";
-        }
-        done += count;
-      }
+      if (run.param == p && run.step != plain.steps()) return "a snapshot counted other steps";
     }
     return "";
-  }
-
-  // The run's gradient from its element `done` on, as far as it lies in one page; null: damaged.
-  static std::pair<const std::byte*, std::size_t> gradient_at(const Snapshot& snapshot,
-                                                              const Layout& layout,
-                                                              const SavedRun& run, std::size_t done,
-                                                              std::span<const std::byte> disk) {
-    const Chunk& chunk = layout.chunks[run.chunk];
-    const std::size_t per_page = layout.elements_per_page(chunk, Role::grad);
-    const std::size_t at = run.in_chunk + done;
-    const auto number = static_cast<std::uint32_t>(at / per_page);
-    const SavedSlot* found = nullptr;
-    for (const SavedFrame& frame : snapshot.frames) {
-      if (frame.chunk == run.chunk && frame.number == number) found = &frame;
-    }
-    if (chunk.run(Role::grad).count != 0) {
-      const PageId page{index(chunk.run(Role::grad).first) + number};
-      for (const SavedPage& saved : snapshot.pages) {
-        if (saved.page == page) found = &saved;
-      }
-    }
-    const std::size_t count = std::min(run.count - done, per_page - at % per_page);
-    if (found == nullptr) return {nullptr, count};
-    const auto page = disk.subspan(index(found->slot) * layout.page_bytes, found->contents.bytes);
-    if (checksum(page, found->slot, found->contents.version) != found->contents.checksum) {
-      return {nullptr, count};
-    }
-    return {page.data() + at % per_page * layout.element_bytes(chunk, Role::grad), count};
   }
 
   std::string compare(const Layout& layout, const Piece& piece, Role role,

@@ -15,16 +15,14 @@ from typing import Any
 
 import strata
 import torch
-from rank_loops import Rank, batches_of, hash_of, make_model, options_of, train, wrap
+from rank_loops import Rank, hash_of, make_model, options_of, train, wrap
 from rank_saves import STEPS, Kinds, loads
 from strata._runtime.wrapped import wrapped
 from strata._storage import snapshot_writer
-from strata._storage.checkpoint_files import read_manifest, write_manifest
 from strata._storage.snapshot import drop_removed, snapshot_alone
 from strata._storage.snapshot_links import Links
 from strata._storage.snapshot_machines import Copies
 from strata._storage.snapshot_series import remove_snapshot
-from strata._storage.together import Together
 from torch import nn
 
 SERIES_S = 20.0  # in which a snapshot of a tiny model is complete
@@ -202,94 +200,22 @@ def disagrees(run: Rank, series: str, what: str, **options: Any) -> dict[str, An
     return {"said": said, "folder": folder.name, "hash": hash_of(model)}
 
 
-def _accumulates(run: Rank, model: nn.Module, half: int) -> None:
-    """Gradients of a half of a step of twice as many micro-batches."""
-    batches = batches_of(STEPS + half)
-    dtype = next(model.parameters()).dtype
-    for batch in run.share(batches):
-        loss = model(batch.to(dtype)).float().square().mean()
-        (loss * run.ranks / len(batches)).backward()
-
-
-def takes_halfway(run: Rank, series: str, where: str, **options: Any) -> str:
-    """A snapshot in the middle of an accumulation, or behind clip_grad_norm_(); or, "clips" and
-    "nowhere", none."""
+def is_refused_halfway(run: Rank, series: str, who: list[int], **options: Any) -> dict[str, Any]:
+    """Where these ranks have gradients that wait for a step: what is said. Then one behind it."""
     model, optimizer = start(run, make_model(), **options)
-    handle = None
-    if where == "queued":  # behind one that is still to be captured
-        strata.snapshot(model, f"{series}-ahead")
-    _accumulates(run, model, 0)
-    time.sleep(0.3 * run.rank)  # the others are in the next backward by then
-    if where in ("middle", "queued"):
-        handle = strata.snapshot(model, series, extra={"where": "middle"})
-    _accumulates(run, model, 1)
-    if where in ("clipped", "clips"):
-        nn.utils.clip_grad_norm_(model.parameters(), 0.05)
-    if where == "clipped":
-        handle = strata.snapshot(model, series, extra={"where": where})
+    if run.rank in who:
+        model(torch.ones(1, 96)).square().mean().backward()
+    said = [
+        error_of(lambda: strata.snapshot(model, series).wait(SERIES_S)),
+        error_of(lambda: strata.save(model, f"{series}-saved")),
+    ]
     optimizer.step()
     optimizer.zero_grad()
-    train(run, model, optimizer, 1, first=STEPS + 2)
-    if handle is not None:
-        handle.wait(SERIES_S)
-    return hash_of(model)
-
-
-def rotates_halfway(run: Rank, series: str, **options: Any) -> list[str]:
-    """One in the middle of the accumulation of each step, of which the newest stays. What is there
-    in the end."""
-    model, optimizer = start(run, make_model(), **options)
-    for _ in range(5):
-        _accumulates(run, model, 0)
-        strata.snapshot(model, series, keep=1).wait(SERIES_S)
-        _accumulates(run, model, 1)
-        optimizer.step()
-        optimizer.zero_grad()
-    return sorted(entry.name for entry in Path(series).iterdir())
-
-
-def takes_waiting(run: Rank, series: str, **options: Any) -> None:
-    """One in the middle of an accumulation, whose gradients become those of an earlier step that
-    wait for their update, as LockFree may leave them."""
-    model, _ = start(run, make_model(), **options)
-    _accumulates(run, model, 0)
-    folder = strata.snapshot(model, series, extra={"where": "middle"}).wait(SERIES_S)
-    manifest = read_manifest(folder)
-    for held in (held for chunk in manifest["chunks"] for held in chunk["runs"]):
-        held[5] = [0, held[4] + 1, 0.5]
-    groups = wrapped(model).optimizer.group_specs()  # type: ignore[attr-defined]
-    manifest["gradients"] |= {"params": [], "groups": groups}
-    write_manifest(folder, manifest)
-
-
-def passes_on(run: Rank, series: str, **options: Any) -> int:
-    """Loads one. How often a rank reads something for all."""
-    model, _ = wrap(run, make_model(), **options_of(run, options))
-    pass_on, count = Together.pass_on, 0
-
-    def counted(*given: Any) -> None:
-        nonlocal count
-        count += 1
-        pass_on(*given)
-
-    Together.pass_on = counted  # type: ignore[method-assign]
+    strata.snapshot(model, series).wait(SERIES_S)
+    kept = hash_of(model)
+    train(run, model, optimizer, 1, first=STEPS)
     strata.load(model, series)
-    return count
-
-
-def goes_on_halfway(run: Rank, series: str, again: str = "", **options: Any) -> str:
-    """The rest of that run, from other values. `again`: where a snapshot is taken at once."""
-    model, optimizer = wrap(run, make_model(), lr=0.5, **options_of(run, options))
-    train(run, model, optimizer, 1, first=7)
-    where = strata.load(model, series)["where"]
-    if again:
-        strata.snapshot(model, again, extra={"where": where}).wait(SERIES_S)
-    if where == "middle":
-        _accumulates(run, model, 1)
-    optimizer.step()
-    optimizer.zero_grad()
-    train(run, model, optimizer, 1, first=STEPS + 2)
-    return hash_of(model)
+    return {"said": said, "hash": kept, "loaded": hash_of(model)}
 
 
 def leaves(run: Rank, series: str, **options: Any) -> list[str]:

@@ -13,7 +13,7 @@ import pytest
 from rank_server import Outcome, Ranks
 from strata._cli import main as cli
 from strata._storage.checkpoint_files import read_manifest
-from strata._storage.snapshot_files import GRAD, LINKS, drives_by_rank
+from strata._storage.snapshot_files import LINKS, drives_by_rank
 from strata._storage.snapshot_series import snapshots_of
 from test_rank_saves import each
 from test_ranks import CASES, HOME, same
@@ -77,15 +77,6 @@ def test_a_snapshot_goes_on_under_any_number_of_ranks(
     assert same(each(found, "draws")) == taken[0]["draws"]  # those of rank 0
     found = ranks.run("rank_snapshots.goes_on", 2, path=str(alone), **ssd)
     assert same(each(found, "hash")) == one["hash"]
-
-
-@pytest.mark.parametrize("declared", [{}, {"snapshots": 1, "gradient_accumulation_steps": 2}])
-def test_a_series_has_room_for_gradients(
-    ranks: Ranks, tmp_path: Path, ssd: dict[str, Any], declared: dict[str, int]
-) -> None:
-    series = str(tmp_path / "run")
-    found = ranks.run("rank_snapshots.rotates_halfway", 2, series=series, **ssd, **declared)
-    assert [len(there) for there in found] == [1, 1]
 
 
 @pytest.mark.parametrize("staleness", [1, thorough(0), thorough(3)])
@@ -188,37 +179,22 @@ def test_commands_know_all_parts(
     assert links(ssd) == []
 
 
-@pytest.mark.parametrize("where", ["middle", thorough("clipped"), thorough("queued")])
-@pytest.mark.parametrize("case", ["norm", thorough("8bit"), thorough("bfloat16")])
-def test_an_accumulation_goes_on_under_any_number_of_ranks(
-    ranks: Ranks, tmp_path: Path, ssd: dict[str, Any], where: str, case: str
+@pytest.mark.parametrize("who", [[0, 1], [1]])
+def test_one_before_step_is_refused_and_training_goes_on(
+    ranks: Ranks, tmp_path: Path, ssd: dict[str, Any], who: list[int]
 ) -> None:
-    ssd |= {"max_grad_norm": 0.05} if case == "norm" and where != "clipped" else KINDS.get(case, {})
-    alone, two, again = (str(tmp_path / name) for name in ("alone", "two", "again"))
-    one = ranks.run("rank_snapshots.takes_halfway", 1, series=alone, where=where, **ssd)
-    taken = ranks.run("rank_snapshots.takes_halfway", 2, series=two, where=where, **ssd)
-    assert same(taken) == same(one)
-    for count, series in ((1, two), (2, alone), (2, two), (4, two)):
-        found = ranks.run("rank_snapshots.goes_on_halfway", count, series=series, **ssd)
-        assert same(found) == same(one), (count, series)
-    ranks.run("rank_snapshots.goes_on_halfway", 2, series=two, again=again, **ssd)
-    assert same(ranks.run("rank_snapshots.goes_on_halfway", 1, series=again, **ssd)) == same(one)
-
-
-def test_sums_of_ranks_are_in_float32_whatever_was_declared(
-    ranks: Ranks, tmp_path: Path, ssd: dict[str, Any]
-) -> None:
-    """So is the norm that clip_grad_norm_() has of them, and what a snapshot says of its pages."""
-    ssd |= KINDS["bfloat16"]
-    undeclared = ssd | {"gradient_accumulation_steps": 1}
-    takes, goes_on = "rank_snapshots.takes_halfway", "rank_snapshots.goes_on_halfway"
-    for where in ("middle", "clipped"):
-        declared, series = str(tmp_path / f"declared-{where}"), str(tmp_path / where)
-        expected = same(ranks.run(takes, 2, series=declared, where=where, **ssd))
-        found = ranks.run(takes, 2, series=series, where=where, **undeclared)
-        assert same(found) == expected
-        found = ranks.run(goes_on, 2, series=series, **undeclared)
-        assert same(found) == expected
+    found = ranks.run(
+        "rank_snapshots.is_refused_halfway", 2, series=str(tmp_path / "run"), who=who, **ssd
+    )
+    for rank, said in enumerate(each(found, "said")):
+        for kind, text in said:
+            if rank in who:
+                assert kind == "RuntimeError"
+                assert "between backward() and step()" in text
+            else:
+                assert kind == "CheckpointError"
+                assert "rank 1" in text
+    assert same(each(found, "hash")) == same(each(found, "loaded"))
 
 
 def damage(folder: Path, role: str) -> None:
@@ -245,17 +221,15 @@ def ranks_that_read(outcomes: list[Outcome]) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("role", [GRAD, thorough("param")])
 def test_a_page_that_one_rank_cannot_read_ends_the_load_of_all(
-    ranks: Ranks, tmp_path: Path, ssd: dict[str, Any], role: str
+    ranks: Ranks, tmp_path: Path, ssd: dict[str, Any]
 ) -> None:
-    """Others wait for what it lands, or are asked how far they have come."""
+    """Others are asked how far they have come."""
     series = tmp_path / "run"
-    takes = "rank_snapshots.takes_halfway"
-    ranks.run(takes, 2, series=str(series), where="middle", **ssd)
-    damage(series / "step-000002", role)
-    other = ssd | {"page_size": "128KiB"}  # so that values are read, too
-    run = ranks.start("rank_snapshots.goes_on_halfway", 2, series=str(series), **other)
+    ranks.run("rank_snapshots.takes", 2, series=str(series), **ssd)
+    damage(series / "step-000002", "param")
+    other = ssd | {"page_size": "128KiB"}  # so that values are read
+    run = ranks.start("rank_snapshots.goes_on", 2, path=str(series), **other)
     assert len(ranks_that_read(run.wait())) == 1
 
 

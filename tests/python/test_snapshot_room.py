@@ -106,39 +106,6 @@ def test_the_plan_says_it(tmp_path: Path) -> None:
     assert "of the SSD are set aside for snapshots" in str(plans[0])
 
 
-@pytest.mark.parametrize(
-    "mode", [{"gradient_accumulation_steps": 3}, {"update": strata.LockFree(max_staleness=1)}]
-)
-def test_gradients_that_rest_behind_a_step_have_room_from_the_start(
-    tmp_path: Path, mode: dict[str, Any]
-) -> None:
-    memory = {**MEMORY, "host": "8MiB"}
-    need = []
-    for how in ({}, mode):
-        with pytest.raises(strata.StrataError, match="snapshots need") as refused:
-            wrap(tmp_path, {**memory, "ssd": "1MiB"}, snapshots=2, **how)
-        need.append(enough(refused.value))
-    assert need[1] > need[0]
-    model = llama()
-    optimizer = torch.optim.AdamW(model.parameters())
-    ssd = {"memory": {**memory, "ssd": f"{need[1]}MiB"}, "ssd_path": tmp_path, "snapshots": 2}
-    said = str(strata.plan(model, optimizer, **ssd, **mode))
-    assert "set aside for snapshots with gradients that rest behind a step" in said
-    assert "with gradients" not in str(strata.plan(model, optimizer, **ssd))
-    case = wrap(tmp_path, {**memory, "ssd": f"{need[1]}MiB"}, snapshots=2, **mode)
-    room = case.state.session.stats()["ssd_bytes"]
-    for _ in range(4):
-        case.train(1)
-        tokens = torch.randint(0, 96, (2, 16))
-        case.model(input_ids=tokens, labels=tokens).loss.backward()
-        strata.snapshot(case.model, tmp_path / "run", keep=2)
-        case.optimizer.step()
-        case.optimizer.zero_grad()
-    case.state.snapshots.finish()
-    assert case.state.session.stats()["ssd_bytes"] == room
-    case.close()
-
-
 def test_a_budget_that_is_chosen_has_the_room(tmp_path: Path) -> None:
     model = llama()
     model, _ = strata.wrap(

@@ -109,6 +109,26 @@ def test_a_snapshot_of_another_version_is_refused(tmp_path: Path, disk: Path) ->
     case.close()
 
 
+def test_steps_and_ranks_of_chunks_are_checked(tmp_path: Path, disk: Path) -> None:
+    case = Case(disk, SSD, llama())
+    folder = take(case, tmp_path / "run")
+    manifest = read_manifest(folder)
+    before = case.masters()
+    for damage in (
+        lambda m: m["chunks"][0]["runs"][0].__setitem__(4, -1),
+        lambda m: m["chunks"][0]["runs"][0].__setitem__(4, 1.0),
+        lambda m: m["chunks"][0]["runs"][0].append(0),
+        lambda m: m["chunks"][0].update(rank=1),  # of one that was alone
+    ):
+        broken = json.loads(json.dumps(manifest))
+        damage(broken)
+        write_manifest(folder, broken)
+        with pytest.raises(CheckpointError):
+            strata.load(case.model, tmp_path / "run")
+        assert all(map(torch.equal, case.masters(), before))
+    case.close()
+
+
 def test_the_newest_stays_when_the_clock_is_set_back(tmp_path: Path, disk: Path) -> None:
     case = Case(disk, SSD, llama())
     first = take(case, tmp_path / "run")

@@ -30,7 +30,6 @@ from .._config.configure import config_of
 from .._config.frozen import coded_parameters, stored_forms
 from .._config.options import Options
 from .._config.ranks import paper_ranks, plans_of_one_page_size
-from .._config.update_modes import LockFree
 from .._errors import StrataError, is_for_snapshots
 from .._optim.groups import group_spec
 from .._planning.fitting import tiles_wanted
@@ -243,7 +242,7 @@ def run(options: argparse.Namespace) -> int:
         bytes_s = machine.memory_bytes_s / shared if options.flops is None else float("inf")
     trace = make_trace(counted, sizes, step.batch, flops_s, bytes_s)
     add_under_way(trace, step.ahead_bytes)
-    notes = snapshot_room(sizes["snapshot_bytes"], isinstance(options.update, LockFree))
+    notes = snapshot_room(sizes["snapshot_bytes"])
     answer = reply(
         options, trace, machine.costs, step.budgets(sizes), step.tokens, changes(model), notes
     )

@@ -61,7 +61,7 @@ def plan_text(report: PlanReport) -> str:
             *_buffers(plan),
             f"what is trained takes pages of {format_size(plan['trained_page_bytes'])}, with its "
             f"gradients and state; they hold {format_size(plan['trained_bytes'])}",
-            *snapshot_room(plan["snapshot_bytes"], report.snapshots_have_gradients),
+            *snapshot_room(plan["snapshot_bytes"]),
             table(rows),
             table(units),
         ]
@@ -129,10 +129,9 @@ def _buffers(plan: Plan) -> list[str]:
     return [f"{size} of host memory are set aside for gradients and scales of moments"]
 
 
-def snapshot_room(size: int, gradients: bool) -> list[str]:
+def snapshot_room(size: int) -> list[str]:
     """A line on the room that snapshots have on the SSD, where they have any."""
-    of = "snapshots with gradients that rest behind a step" if gradients else "snapshots"
-    return [f"{format_size(size)} of the SSD are set aside for {of}"] if size else []
+    return [f"{format_size(size)} of the SSD are set aside for snapshots"] if size else []
 
 
 def like(seconds: float | None) -> Callable[[float], str]:

@@ -48,7 +48,6 @@ class PlanReport:
 
     plan: Plan
     budgets: dict[str, int]
-    snapshots_have_gradients: bool = False
     ranks: int = 1  # that train together
 
     @property

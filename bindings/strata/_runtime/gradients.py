@@ -167,7 +167,7 @@ class Gradients:
         self.refuse_mode(index, "it cannot be zeroed")
         self.totals.forget(index)
         if index in self._held:
-            self._held.tensor(index).detach().zero_()
+            self._held.zero(index)
             return
         self._state.landings.wait()
         with self._change():
@@ -181,7 +181,7 @@ class Gradients:
         there = {i for i in range(len(self._state.params)) if self._there(i)}
         if zeros and self.on_step:
             for index in there & self._held.indices():
-                self._held.tensor(index).detach().zero_()
+                self._held.zero(index)
         else:
             for index in list(self._shown):
                 self._leave_values(index)
@@ -410,20 +410,10 @@ class Gradients:
                 state.session.land_gradient(index, zeros.data_ptr(), dtype, stream=state.stream())
                 state.steps.landed[index] = 1
 
-    def hand_over_held(self) -> frozenset[int]:
-        """Ahead of a snapshot: the core gets what is held, but no zeros. Returns which are zero, or
-        were ahead of what has landed since."""
+    def any_new(self) -> bool:
+        """Whether any but zeros waits for a step."""
         self.sort_out()
-        self.drops.settle()
-        if len(self._held):
-            self._held.land_all()
-        return frozenset(self._zero)
-
-    def take_over(self, zeros: set[int]) -> None:
-        """Of a snapshot: the core has all that has landed; these are zero."""
-        self.totals.forget_all()
-        self._state.steps.learn_landed()
-        self._zero = zeros
+        return any(self._state.steps.landed) or self._held.any_new()
 
     def end_step(self) -> None:
         """Of what has landed only that is left which is held, or zero."""

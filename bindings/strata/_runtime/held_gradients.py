@@ -30,6 +30,7 @@ class _Held:
     tensor: torch.Tensor
     version: int  # of the tensor when the core had the same; UNKNOWN: it has not
     given: bool  # the core never had it, and the user may have the tensor itself
+    old: int = UNKNOWN  # the tensor's version when a step had used it, or it became zero
 
 
 class HeldGradients:
@@ -85,9 +86,20 @@ class HeldGradients:
     def end_step(self) -> None:
         """A step has used what the core had."""
         for index in self.indices():
-            self._held[index].version = UNKNOWN
-            if not _is_needed(self._held[index]):
+            held = self._held[index]
+            held.version, held.old = UNKNOWN, _version_of(held.tensor)
+            if not _is_needed(held):
                 self.drop(index)
+
+    def zero(self, index: int) -> None:
+        """Makes it zero. REQUIRES: it is held."""
+        held = self._held[index]
+        held.tensor.detach().zero_()
+        held.old = _version_of(held.tensor)
+
+    def any_new(self) -> bool:
+        """Whether any is neither zero nor as the last step has used it."""
+        return any(held.old != _version_of(held.tensor) for held in self._held.values())
 
     def _add(self, index: int, held: _Held) -> None:
         # Most are given up soon: one may go as the next one comes.
@@ -110,6 +122,11 @@ class HeldGradients:
         if held.given or held.version != held.tensor._version:
             self._replace(index, held.tensor)
             held.version = UNKNOWN if held.given else held.tensor._version
+
+
+def _version_of(tensor: torch.Tensor) -> int:
+    """Those of the user's inference mode have none."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def _references(held: _Held) -> int:

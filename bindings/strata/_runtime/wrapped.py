@@ -259,6 +259,18 @@ class Wrapped:
                 "interrupted; or return to a checkpoint with strata.load()"
             )
 
+    def refuse_within_step(self, what: str) -> None:
+        """Raises RuntimeError where gradients wait for a step(), and where refuse_half_step() does:
+        what is kept of a run has none."""
+        self.refuse_half_step(what)
+        self.landings.wait()
+        if self.gradients.any_new():
+            raise RuntimeError(
+                f"{what} between backward() and step(): it keeps parameters and the optimizer's "
+                "state, not gradients. Call it after optimizer.step(), before the next backward(), "
+                "or forget the gradients by optimizer.zero_grad() first"
+            )
+
     def refuse_half_load(self, what: str) -> None:
         """Raises RuntimeError where strata.load() has written some of the parameters, not all."""
         if self.half_loaded:

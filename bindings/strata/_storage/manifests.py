@@ -122,7 +122,7 @@ class Checkpoint(Common):
 Page = Annotated[list[Word], Between(3, 4)]
 """Slot, version, checksum; and how many bytes it has, where that is not all of the page."""
 Role = tuple[Positive, Count, list[Page | None]]
-Run = tuple[Count, Count, Positive, Count, Steps, Any]
+Run = tuple[Count, Count, Positive, Count, Steps]
 
 
 class PagedParam(Param):
@@ -142,7 +142,6 @@ class Chunk(TypedDict):
     residual: Role | None
     exp_avg: Role | None
     exp_avg_sq: Role | None
-    grad: Role | None
     scales: list[Count]
     scale_page: Page | None
     rank: NotRequired[Count]
@@ -177,8 +176,6 @@ class Snapshot(Common, Places):
     copies: NotRequired[list[tuple[Count, Chunk]]]
     buffers: list[PagedBuffer]
     tensors: list[ShapedRecord]
-    gradients: Json | None
-    zeros: list[Count]
     others: NotRequired[list[RankContext]]
 
 

@@ -82,6 +82,7 @@ def save(
             paths, or made different calls.
         OSError: The files cannot be written. What was at `path` is still there.
         StrataError: A page could not be read; another rank has died.
+        RuntimeError: Between backward() and step(): a checkpoint has no gradients.
         TypeError: `extra` or a hyperparameter is nothing that can be kept.
 
     Memory used: 4 MiB.
@@ -117,7 +118,7 @@ def _check(state: Wrapped, path: AnyPath, extra: dict[str, Any] | None) -> Path:
     """The folder to be written. Raises where the state, or what is there, is no such."""
     state.check_parameters()
     state.hooks.reset()
-    state.refuse_half_step("save()")
+    state.refuse_within_step("save()")
     if not isinstance(extra, dict | None):
         raise TypeError(f"extra must be a dictionary or None, not {extra!r:.60}")
     path = Path(os.path.realpath(as_path(path)))

@@ -88,31 +88,29 @@ class SnapshotHandle:
 def snapshot(
     model: nn.Module, path: AnyPath, *, keep: int = 2, extra: dict[str, Any] | None = None
 ) -> SnapshotHandle:
-    """Keeps the state of now while training goes on: parameters and moments behind the updates of
-    the last optimizer.step(), and the gradients that have landed since, in the middle of an
+    """Keeps the state after the last optimizer.step() while training goes on: parameters and
+    moments, and no gradients. Call it before the next backward(), never in the middle of an
     accumulation.
 
     It returns at once, whatever the model's size; the first call looks up which parameters and
-    buffers there are. What waits, if need be, is a later step(): until
-    what it changes is kept. A snapshot that is asked for while another is being kept begins at that
-    one's end, which a later step() waits for; nobody waits for files that are being written.
+    buffers there are, and with LockFree each one first waits until the updates that were released
+    are over. What waits, if need be, is a later step(): until what it changes is kept. A snapshot
+    that is asked for while another is being kept begins at that one's end, which a later step()
+    waits for; nobody waits for files that are being written.
 
     Of several ranks each one calls it, with the same path and `keep`, behind the same step; each
-    keeps what it owns, and rank 0 writes the one manifest when all have. Between a backward and
-    step() all of them must call it at the same moment of the accumulation, as they add up what has
-    landed so far. It loads under any number of ranks. It has the random states and `extra` of each
-    rank, and buffers of rank 0. Where a rank fails or dies, older snapshots are as they were. A
-    machine that does not see the folder that rank 0 writes to has a copy of the manifest at its own
-    `path`, and pages stay on the drives of the machine whose ranks own them: it loads where all of
-    these run.
+    keeps what it owns, and rank 0 writes the one manifest when all have. It loads under any number
+    of ranks. It has the random states and `extra` of each rank, and buffers of rank 0. Where a rank
+    fails or dies, older snapshots are as they were. A machine that does not see the folder that
+    rank 0 writes to has a copy of the manifest at its own `path`, and pages stay on the drives of
+    the machine whose ranks own them: it loads where all of these run.
 
     The page files of `ssd_path` are linked, so they outlive the run; where the file system has no
     links, pages are copied into the folder. The first snapshot sets room on the SSD aside: `keep` +
-    1 times the state of what is trained (and of its gradients, where there are any), and once that
-    of what is frozen, beside what rests there.
+    1 times the state of what is trained, and once that of what is frozen, beside what rests there.
 
     Args:
-        model: A wrapped model, behind optimizer.step().
+        model: A wrapped model, after optimizer.step().
         path: The folder of the series. The snapshot becomes `path`/step-000500, with the number of
             the step; it counts from the moment that its manifest is there.
         keep: How many complete snapshots stay; older ones are removed once this one is complete.
@@ -124,14 +122,14 @@ def snapshot(
 
     Raises:
         StrataError: Where the budget of the SSD has no such room, with what would do; where there
-            is no SSD; between a backward and step() with update="in_backward", where some
-            parameters are updated and others are not; what an earlier snapshot failed with (several
-            ranks say that in the log); and from then on where pages could not be made durable.
+            is no SSD; what an earlier snapshot failed with (several ranks say that in the log); and
+            from then on where pages could not be made durable.
         CheckpointError: `path` is a file, or the folder of a checkpoint. By the handle's wait():
             another rank has failed, or did not call, or gave another path or `keep`.
         TypeError: `keep` is no whole number, or `extra` holds what cannot be kept.
-        RuntimeError: Where parameters are of two states, or the model has others than when it was
-            wrapped, or other persistent buffers than at its first snapshot.
+        RuntimeError: Between backward() and step(); where parameters are of two states, or the
+            model has others than when it was wrapped, or other persistent buffers than at its first
+            snapshot.
     """
     return _begin(model, as_path(path), keep, keep, extra)
 
@@ -176,7 +174,7 @@ def _begin(
 
 def _check(state: Wrapped, path: Path, keep: int, extra: dict[str, Any] | None) -> Path:
     """The folder of the series. Raises where there can be no such snapshot now."""
-    state.refuse_half_step("snapshot()")
+    state.refuse_within_step("snapshot()")
     if not isinstance(keep, int) or isinstance(keep, bool):
         raise TypeError(f"keep must be a whole number, not {keep!r:.60}")
     if not 1 <= keep <= KEEP_MAX:
@@ -218,6 +216,7 @@ class Taker:
         # Its thread ends what was begun before the interpreter goes.
         self._pool = Pool("strata-snapshot")
         state.before_close.append(self._pool.shutdown)
+        self._drains = state.config["update"] == "lock_free"  # and the log is still to say so
         self._form = Form([], [])
         self._board = Board.of(state, "snapshots")
         self.calls = Calls(self._board, NAME)
@@ -277,6 +276,7 @@ class Taker:
             )
         if state.contents is None or not state.contents.unchanged():
             self._look(state)
+        state.gradients.drops.settle()
         context = take_context(state, state.contents, extra)
         folder = step_folder(series, context.manifest["step"])
         future: Future[None] = Future()
@@ -286,10 +286,11 @@ class Taker:
         if self._unsure:
             self._drop_lost()
         self._unsure = True
+        if self._drains:
+            log.info("LockFree: a snapshot first lets the updates that were released end")
+            self._drains = False
         number = self._session.begin_snapshot(complete)
         self._known, self._unsure = number, False
-        if state.ranks is not None and any(state.steps.landed):
-            state.steps.learn_landed()  # ranks have added up
         asked = Asked(number, folder, keep, context, self._form)
         try:
             self._handles.append(handle)

@@ -4,9 +4,8 @@ read, and verified, when it is first used.
     why = adopt(state, manifest, folder, scales, together)   # "": done; else nothing has changed
 
 That is possible on the file system of the snapshot, with the same pages: their size, what lies in
-them, and the form of moments; and where no update is still to come of what they hold. Scales of
-moments are read now, gradients by the caller. What other snapshots have in the same files stays as
-it is: all of them are found by their links, or the files are left alone.
+them, and the form of moments. Scales of moments are read now. What other snapshots have in the same
+files stays as it is: all of them are found by their links, or the files are left alone.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ from .checkpoint_files import CheckpointError
 from .snapshot import taker_of
 from .snapshot_context import parts_of, rule_of
 from .snapshot_files import LINKS, ROLES, chunks_for, drives_by_rank, read_snapshot
-from .snapshot_gradients import waits
 from .snapshot_links import link_owner
 from .snapshot_pages import Slot, slots_of
 from .stored import stored_tensors
@@ -48,8 +46,6 @@ def adopt(
     this one owns. Returns why that is not possible; then nothing has changed. REQUIRES: the
     manifest fits the model; no half step."""
     folder = Path(os.path.realpath(folder))  # as links and snapshots are told of
-    if any(waits(run) for chunk in manifest["chunks"] for run in chunk["runs"]):
-        return "updates of its gradients were still to come"
     ranks = len(drives_by_rank(manifest))
     if ranks != together.count:
         return f"its pages are shared out over {ranks}, and there are {together.count}"

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from itertools import pairwise
 from typing import Any, NoReturn
 
-from .snapshot_files import GRAD, ROLES, all_chunks, bytes_held
+from .snapshot_files import ROLES, all_chunks, bytes_held
 from .snapshot_form import ALIGNMENT, ELEMENT_BYTES, MOMENT_BLOCK
 from .stored import StoredTensor
 
@@ -51,11 +51,6 @@ def check_chunks(manifest: Manifest, tensors: list[StoredTensor], fail: Fail) ->
             of_scales.setdefault(chunk.get("rank", 0), set()).update(found)
         for role in roles_of(chunk):
             mine |= _check_role(manifest, chunk, role, end, slots, fail)
-        if chunk[GRAD] is not None:
-            gradient = _check_role(manifest, chunk, GRAD, end, slots, fail)
-            if gradient & mine:
-                fail("a gradient lies in a slot of another role")
-            mine |= gradient
         slots |= mine  # 8-bit moments share theirs
     if any(found & taken[rank] for rank, found in of_scales.items()):
         fail("scales lie in a slot of something else")

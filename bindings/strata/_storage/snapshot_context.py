@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from .._config.budgets import adds_in_float32
 from .._optim.groups import moments_of
 from .._runtime.wrapped import Wrapped
 from . import rng
@@ -31,7 +30,6 @@ from .extra_state import take_extra_state
 from .extras import to_json
 from .registrations import Contents
 from .snapshot_files import FORMAT
-from .snapshot_gradients import divisor
 from .stored import StoredTensor, stored_tensors
 
 
@@ -69,9 +67,6 @@ def take_context(state: Wrapped, contents: Contents, extra: dict[str, Any]) -> C
         "extra_state": take_extra_state(contents.extra_places),
         "rng": rng.capture(),
         "extra": to_json(extra, tensors),
-        "gradients": None,
-        "zeros": sorted(state.gradients.hand_over_held()),
-        "sums": {"float32": adds_in_float32(state.config), "divisor": divisor(state)},
     }
     json.dumps(manifest)  # raises now, and not on the thread
     copies = {name: value.detach().to("cpu", copy=True) for name, value in values.items()}

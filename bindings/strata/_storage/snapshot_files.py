@@ -3,12 +3,12 @@
     runs/llama/step-000500/manifest.json, state.bin         # a folder of the series "runs/llama"
     /mnt/nvme/strata-snapshots/<id>-0.pages, <id>.json      # on each drive: a link, and whose it is
 
-Format, version 8. The folder is a checkpoint's (checkpoint.py), but most tensors lie in pages:
+Format, version 9. The folder is a checkpoint's (checkpoint.py), but most tensors lie in pages:
 
     state.bin      bytes that are in no page, one behind the other: the persistent buffers, and
                    tensors of `extra`
     manifest.json  {"checksum": as in a checkpoint, "bytes": of state.bin,
-                    "snapshot": 8, "id": 16 hex digits,
+                    "snapshot": 9, "id": 16 hex digits,
                     "step": of the run, "time": ns since 1970,
                     "drives":  [{"folder": of the drive, or "" for the snapshot's own, "file"}],
                     "page_bytes", "moment_dtype",
@@ -18,33 +18,21 @@ Format, version 8. The folder is a checkpoint's (checkpoint.py), but most tensor
                     "copies":  of several machines: [[place in chunks, that chunk of another one]],
                     "buffers", "groups", "rng", "extra", "extra_state": as in a checkpoint,
                     "tensors": of extra,
-                    "gradients": null, or of what had landed since the step: see below,
-                    "zeros":   parts whose gradient the user has made zero,
                     "ranks":   of several: how many of "drives" each rank has, rank 0 first,
                     "others":  likewise: {"rng", "extra", "tensors"} of rank 1 and each next,
                     "machines": of several: by rank, what its machine is called}
 
 A chunk is {"runs": [[part, first element there, count, first element in the chunk, updates that
-these have had, gradient]], "scale_page": the page that has the scales of its 8-bit moments, maybe
-beside those of other chunks, or null, "scales": [byte of exp_avg's there, of exp_avg_sq's], and of
-each role (param, residual, exp_avg, exp_avg_sq, grad) null, or [elements in a page, byte where they
-begin, pages]}, a page being [slot, version, checksum, bytes], or null where it is zero. Slot s lies
+these have had]], "scale_page": the page that has the scales of its 8-bit moments, maybe beside
+those of other chunks, or null, "scales": [byte of exp_avg's there, of exp_avg_sq's], and of each
+role (param, residual, exp_avg, exp_avg_sq) null, or [elements in a page, byte where they begin,
+pages]}, a page being [slot, version, checksum, bytes], or null where it is zero. Slot s lies
 in file s % n of the n drives, at page s // n, and holds so many bytes from there on, a multiple of
 4096; the number is left out where it is all of the page. The checksum is XXH3-64 of these bytes,
 seeded with slot and version (offload/storage/checksum.cpp).
 
-A run's gradient is 0: none; 1: of the step that is under way; 2: likewise, and with that of an
-earlier step in it, which waited for its update (LockFree); or [place in "groups", number of the
-update, what it is multiplied with]: that of an earlier step, whose update was still to come.
-"gradients" is {"float32": whether they are sums in float32, else in their parameter's dtype,
-"params": [[part, how many have landed, the sum of its squares, [factors that it was scaled with
-since], bits of those that divide]], "groups": hyperparameters, "divisor": what the update divides
-them by, the number of ranks whose mean they are}. What a run of gradients is multiplied with before
-it is used is not in its pages.
-
 Where several ranks have taken it, each has page files, slots and links of its own, and a chunk also
-has its "rank": slot s of it lies in file s % n of that rank's n drives. Its gradients are the sums
-of what all ranks have landed.
+has its "rank": slot s of it lies in file s % n of that rank's n drives.
 
 Ranks may be on several machines. A drive's folder is a path on its rank's machine. A
 machine that does not see rank 0's folder of the series has a folder of its own, with the same two
@@ -69,9 +57,8 @@ from typing import Any
 from .checkpoint_files import MANIFEST_NAME, CheckpointError, read_manifest
 from .manifests import PLACES, SNAPSHOT, sound
 
-FORMAT = 8
+FORMAT = 9
 ROLES = ("param", "residual", "exp_avg", "exp_avg_sq")
-GRAD = "grad"
 LINKS = "strata-snapshots"
 ID = re.compile(r"[0-9a-f]{16}")
 LINK_NAME = re.compile(LINKS + r"/[0-9a-f]{16}-\d{1,4}\.pages")

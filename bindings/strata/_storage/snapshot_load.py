@@ -135,9 +135,9 @@ def _load_snapshot(
             for tensor, entry in zip(source.tensors, manifest["params"], strict=True):
                 for place in tensor.parts:
                     state.session.set_param_step(place, entry["step"])
-        # 4. Gradients land, which ranks do together: each has come so far.
+        # 4. What is in no page.
         with together.phase():
-            source.gradients.restore(together)
+            source.restore_steps(state)
             for entry in manifest["buffers"]:
                 raw = b"".join(bytes(chunk) for chunk in file.chunks(entry["tensors"][0]))
                 checkpoint.set_buffer(buffers[entry["name"]], raw)

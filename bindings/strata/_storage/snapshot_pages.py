@@ -30,7 +30,6 @@ from .checkpoint_files import (
 from .replacing import sync, writing
 from .snapshot_files import (
     FORMAT,
-    GRAD,
     ROLES,
     all_chunks,
     bytes_held,
@@ -192,7 +191,7 @@ def _pages_of(manifest: dict[str, Any], rank: int) -> list[list[int]]:
     for chunk in all_chunks(manifest):
         if chunk.get("rank", 0) != rank:
             continue
-        for role in (*ROLES, GRAD):
+        for role in ROLES:
             pages += [page for page in (chunk.get(role) or ((), (), ()))[2] if page is not None]
         if chunk.get("scale_page") is not None:
             pages.append(chunk["scale_page"])

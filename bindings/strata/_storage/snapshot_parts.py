@@ -5,9 +5,8 @@ being made. They are gone before it takes its place.
     board.send(name, part_files(folder, rank)[0])      # from where rank 0 does not see it
     manifest["others"].append(join_part(folder, rank, manifest, file))         # by rank 0
 
-    part-1.jsonl   {"steps": by parameter, "gradients": "params" of those of a manifest, or null,
-                   "rng", "extra", "tensors": as in a manifest}, then a line for each chunk that the
-                   rank owns: [number, chunk]
+    part-1.jsonl   {"steps": by parameter, "rng", "extra", "tensors": as in a manifest}, then a line
+                   for each chunk that the rank owns: [number, chunk]
     part-1.bin     tensors of its `extra`
 """
 
@@ -36,7 +35,7 @@ def own_chunks(pages: TakenSnapshot) -> Iterator[tuple[int, dict[str, Any]]]:
 
 def write_part(folder: Path, rank: int, pages: TakenSnapshot, context: Context) -> None:
     """What this rank has of a snapshot."""
-    header: dict[str, Any] = {"steps": pages.param_steps, "gradients": pages.gradients}
+    header: dict[str, Any] = {"steps": pages.param_steps}
     header |= {key: context.manifest[key] for key in ("rng", "extra")}
     with TensorWriter(_tensors(folder, rank)) as tensors:
         header["tensors"] = write_tensors(tensors, context)
@@ -70,7 +69,6 @@ def join_part(
         else:  # frozen: another machine has it, too
             manifest["copies"].append([number, chunk])
     note_steps(manifest, header["steps"])
-    note_gradients(manifest, header["gradients"])
     own = {key: header[key] for key in ("rng", "extra")}
     with _tensors(folder, rank).open("rb") as file:
         own["tensors"] = [
@@ -87,15 +85,6 @@ def note_steps(manifest: dict[str, Any], steps: list[int]) -> None:
     for place, step in enumerate(steps):
         entry = manifest["params"][manifest["parts"][place][0]]
         entry["step"] = max(entry["step"], step)
-
-
-def note_gradients(manifest: dict[str, Any], gradients: list[list[Any]] | None) -> None:
-    """What a rank knows of the gradients of what it owns. Of one that several own all know the
-    same."""
-    if gradients is None:
-        return
-    known = {entry[0]: entry for entry in [*manifest["gradients"]["params"], *gradients]}
-    manifest["gradients"]["params"] = [known[part] for part in sorted(known)]
 
 
 def part_files(folder: Path, rank: int) -> tuple[Path, Path]:

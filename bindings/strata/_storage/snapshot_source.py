@@ -34,7 +34,6 @@ from .snapshot_chunks import check_chunks, cuts_of, roles_of
 from .snapshot_elements import SLICE_ELEMENTS, Chunk, Elements, Form, slices
 from .snapshot_files import drives_by_rank
 from .snapshot_form import check_form
-from .snapshot_gradients import Pages, SavedGradients, waiting_slots
 from .snapshot_machines import readers_of
 from .snapshot_pages import page_memory, saved_pages
 from .stored import StoredTensor, stored_tensors
@@ -45,6 +44,9 @@ if TYPE_CHECKING:
 
 READ_BYTES = 16 << 20  # at least, so that the disk has work until the next read begins
 READS_AHEAD = 2
+
+Pages = dict[int, torch.Tensor]
+"""By slot."""
 
 
 @dataclass
@@ -78,7 +80,7 @@ class Source:
         self._elements = Elements(manifest["moment_dtype"], self._fail)
         self.scales = self._elements.scales
         self._scale_page: Pages = {}  # the last one that was read alone
-        self._reading = threading.Lock()  # the next chunks, or gradients
+        self._reading = threading.Lock()  # the next chunks, or scales
 
     def _fail(self, why: str) -> NoReturn:
         raise CheckpointError(f"{self._where} is a damaged snapshot: {why}")
@@ -93,10 +95,6 @@ class Source:
             )
         check_chunks(manifest, self.tensors, self._fail)
         check_cuts(cuts_of(manifest, self.tensors), wanted["params"], self._where)
-        try:
-            self.gradients = SavedGradients(manifest, state, self)
-        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-            raise CheckpointError(f"{self._where} is a damaged snapshot: {error!r:.80}") from error
 
     def find_pages(self, together: Together) -> None:
         """Opens the page files that can be reached. All ranks call it. Raises CheckpointError."""
@@ -155,8 +153,6 @@ class Source:
     ) -> None:
         for chunk in batch:
             for run in chunk["runs"]:
-                if self._is_mine(run):
-                    self.gradients.apply(chunk, pages, run)
                 self._restore_run(state, chunk, pages, _Run(*run[:4]), kinds)
 
     def _batches(self) -> Iterator[list[Chunk]]:
@@ -187,21 +183,6 @@ class Source:
         if memory.numel() < size:
             memory = page_memory(size)
         return memory, self._read_to(slots, memory, rank)
-
-    def reader_for(self, users: set[int], rank: int) -> int | None:
-        """The rank that reads for all what a rank had and these use; None: each for itself."""
-        reader = self._readers.get(rank)
-        return None if users == {reader} else reader
-
-    def page(self, slot: int, rank: int, reader: int | None, together: Together) -> torch.Tensor:
-        """A page that a rank had, read and verified. All ranks call it, where one reads for all."""
-        memory, failed = page_memory(self._page_bytes), None
-        try:
-            self._read_to([slot], memory, rank)
-        except BaseException as error:
-            failed = error
-        _pass_on(memory, reader, failed, together)
-        return memory
 
     def _read_to(self, slots: list[int], memory: torch.Tensor, rank: int) -> Pages:
         """The memory's pages. `rank`: whose they were; what another one reads comes later."""
@@ -252,6 +233,18 @@ class Source:
         stored = self._elements.codes(chunk, pages.__getitem__, form, run.at, run.count)
         for to in _split(tensor, begin + run.first, run.count):
             coded.write(state, to.part, coded.piece(form, stored, to.at, to.count), to.first)
+
+    def restore_steps(self, state: Wrapped) -> None:
+        """Tells the session which elements have had another number of updates than the most of
+        their parameter, as LockFree may leave them. REQUIRES: it knows those of parameters."""
+        for chunk in self._chunks:
+            for part, first, count, _, step in chunk["runs"]:
+                place, begin = self.manifest["parts"][part]
+                if step == self.manifest["params"][place]["step"]:
+                    continue
+                for to in _split(self.tensors[place], begin + first, count):
+                    if state.config["params"][to.part]["trainable"]:
+                        state.session.restore_run(to.part, to.first, to.count, step)
 
     def scales_alone(self, chunk: Chunk, moment: int, elements: int) -> torch.Tensor:
         """Of a chunk of this rank's, whose other pages are not read. Valid until the next ones."""
@@ -308,9 +301,9 @@ def _state_slots(chunk: Chunk) -> list[int]:
 
 
 def _slots(chunk: Chunk) -> list[int]:
-    """Of the pages that its values are in, with scales, and gradients that were to update them."""
+    """Of the pages that its values are in, with scales."""
     scales = chunk["scale_page"]
-    return _state_slots(chunk) + ([] if scales is None else [scales[0]]) + waiting_slots(chunk)
+    return _state_slots(chunk) + ([] if scales is None else [scales[0]])
 
 
 def _split(tensor: StoredTensor, first: int, count: int) -> Iterator[_Run]:

@@ -221,9 +221,6 @@ class Writer:
         manifest["chunks"] = [None] * pages.chunk_count
         for number, chunk in own_chunks(pages):
             manifest["chunks"][number] = chunk
-        if (gradients := pages.gradients) is not None:
-            manifest["gradients"] = {"params": gradients, "groups": pages.hypers} | manifest["sums"]
-        del manifest["sums"]
         note_steps(manifest, pages.param_steps)
         for entry in manifest["params"]:
             entry["step"] = context.empty_steps.get(entry["name"], entry["step"])
