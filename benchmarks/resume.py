@@ -17,7 +17,7 @@ from pathlib import Path
 import strata
 import torch
 from strata._storage.checkpoint_files import read_manifest
-from strata._storage.snapshot_pages import bytes_of, copy_snapshot, page_paths, slots_of
+from strata._storage.snapshots.pages import bytes_of, copy_snapshot, page_paths, slots_of
 
 from .common import MIB, Context, Figure, seconds_of, share_of_best, take_turns
 from .disk import read_seconds

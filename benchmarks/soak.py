@@ -14,9 +14,9 @@ from typing import Any
 import strata
 from strata._runtime.wrapped import wrapped
 from strata._storage.checkpoint_files import read_manifest
-from strata._storage.snapshot_files import LINKS
-from strata._storage.snapshot_pages import slots_of
-from strata._storage.snapshot_series import snapshots_of
+from strata._storage.snapshots.format import LINKS
+from strata._storage.snapshots.pages import slots_of
+from strata._storage.snapshots.series import snapshots_of
 
 from .common import Context, Figure
 from .crash_child import SERIES, Setting, Training, prepare

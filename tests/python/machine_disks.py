@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from strata._storage import snapshot_adopt, snapshot_pages
+from strata._storage.snapshots import adopt, pages
 
 WATCHED = ("open", "os.listdir", "os.scandir", "os.mkdir", "os.remove", "os.rename", "os.link")
 
@@ -53,5 +53,5 @@ def hide_others(root: str, machine: str) -> None:
 
     sys.addaudithook(watch)
     os.stat = seen  # type: ignore[assignment]
-    snapshot_pages.SavedPages = guarded(snapshot_pages.SavedPages)  # type: ignore[misc]
-    snapshot_adopt.PageFiles = guarded(snapshot_adopt.PageFiles)  # type: ignore[misc]
+    pages.SavedPages = guarded(pages.SavedPages)  # type: ignore[misc]
+    adopt.PageFiles = guarded(adopt.PageFiles)  # type: ignore[misc]

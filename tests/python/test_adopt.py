@@ -18,9 +18,9 @@ import strata
 import torch
 from strata._core import SavedPages
 from strata._storage.checkpoint_files import read_manifest
-from strata._storage.snapshot_files import LINKS
-from strata._storage.snapshot_pages import bytes_of, copy_snapshot, page_paths, slots_of
-from strata._storage.snapshot_series import remove_snapshot, snapshots_of
+from strata._storage.snapshots.format import LINKS
+from strata._storage.snapshots.pages import bytes_of, copy_snapshot, page_paths, slots_of
+from strata._storage.snapshots.series import remove_snapshot, snapshots_of
 from test_checkpoint import Case, llama
 from test_snapshot import HOST, MODES, SSD, drive, links
 

@@ -11,8 +11,8 @@ import pytest
 import strata
 import torch
 from strata._storage import replacing
-from strata._storage.snapshot_files import LINKS
-from strata._storage.snapshot_series import snapshots_of
+from strata._storage.snapshots.format import LINKS
+from strata._storage.snapshots.series import snapshots_of
 from test_checkpoint import Case, llama
 from test_snapshot import SSD, disk, links
 

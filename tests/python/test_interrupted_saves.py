@@ -18,8 +18,8 @@ import torch
 from interrupts import Expired, Interrupt
 from strata._runtime.wrapped import wrapped
 from strata._storage.checkpoint_files import find
-from strata._storage.snapshot_files import LINKS
-from strata._storage.snapshot_series import snapshots_of
+from strata._storage.snapshots.format import LINKS
+from strata._storage.snapshots.series import snapshots_of
 from test_interrupts import chosen
 
 from benchmarks.crash_child import Setting, Training

@@ -10,10 +10,9 @@ from rank_saves import Kinds
 from rank_server import Ranks
 from strata._cli import main as cli
 from strata._storage.checkpoint_files import CheckpointError, read_manifest
-from strata._storage.snapshot_chunks import check_chunks
-from strata._storage.snapshot_files import all_chunks, chunks_for
-from strata._storage.snapshot_form import unsound
-from strata._storage.snapshot_pages import slots_of
+from strata._storage.snapshots.check import check_chunks
+from strata._storage.snapshots.format import all_chunks, chunks_for, unsound
+from strata._storage.snapshots.pages import slots_of
 from strata._storage.stored import stored_tensors
 from test_machine_snapshots import EACH, TWICE, alone, own
 from test_rank_saves import each

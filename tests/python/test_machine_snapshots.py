@@ -12,8 +12,8 @@ import pytest
 from rank_server import Outcome, Ranks
 from strata._cli import main as cli
 from strata._storage.checkpoint_files import read_manifest
-from strata._storage.snapshot_files import FORMAT, LINKS
-from strata._storage.snapshot_series import snapshots_of
+from strata._storage.snapshots.format import FORMAT, LINKS
+from strata._storage.snapshots.series import snapshots_of
 from test_rank_saves import each
 from test_rank_snapshot_ends import (
     STEPS,

@@ -18,8 +18,8 @@ import pytest
 import strata
 from strata._storage.checkpoint_files import CheckpointError
 from strata._storage.replacing import WorkFolder
-from strata._storage.snapshot_files import LINKS, REMOVED_NAME
-from strata._storage.snapshot_series import remove_snapshot, snapshots_of
+from strata._storage.snapshots.format import LINKS, REMOVED_NAME
+from strata._storage.snapshots.series import remove_snapshot, snapshots_of
 
 from benchmarks import crash, fuzz, fuzz_files
 from benchmarks.common import Context

@@ -12,7 +12,6 @@ from typing import Any, cast
 import pytest
 import strata
 import torch
-from strata._storage import snapshot_writer
 from strata._storage.checkpoint_files import (
     MANIFEST_NAME,
     OLD_NAME,
@@ -21,9 +20,10 @@ from strata._storage.checkpoint_files import (
     write_manifest,
 )
 from strata._storage.replacing import MARKER_NAME, WorkFolder
-from strata._storage.snapshot_files import FORMAT, LINKS, id_at
-from strata._storage.snapshot_links import mark_pending
-from strata._storage.snapshot_series import snapshots_of
+from strata._storage.snapshots import commit
+from strata._storage.snapshots.format import FORMAT, LINKS, id_at
+from strata._storage.snapshots.links import mark_pending
+from strata._storage.snapshots.series import snapshots_of
 from test_adopt import verify
 from test_checkpoint import Case, llama
 from test_saving import expected, same
@@ -90,7 +90,7 @@ def test_one_that_nobody_waits_for_fails_with_a_word(
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(snapshot_writer, "write_manifest", full)
+    monkeypatch.setattr(commit, "write_manifest", full)
     strata.snapshot(case.model, tmp_path / "run")
     case.close()
     assert "has failed: [Errno 28] No space left on device" in caplog.text

@@ -15,15 +15,15 @@ from pathlib import Path
 
 from .._config.sizes import format_size
 from .._storage.checkpoint_files import CheckpointError, read_manifest
-from .._storage.snapshot_files import (
+from .._storage.snapshots.format import (
     LINKS,
     drives_by_rank,
     is_snapshot,
     read_snapshot,
 )
-from .._storage.snapshot_links import complete_on, lost_on, remove_links
-from .._storage.snapshot_pages import bytes_of, copy_snapshot, page_paths
-from .._storage.snapshot_series import remove_snapshot, snapshots_of
+from .._storage.snapshots.links import complete_on, lost_on, remove_links
+from .._storage.snapshots.pages import bytes_of, copy_snapshot, page_paths
+from .._storage.snapshots.series import remove_snapshot, snapshots_of
 
 
 def run(options: argparse.Namespace) -> int:

@@ -8,8 +8,8 @@
     with TensorReader(find(Path("checkpoint")), {name: size}) as file:
         for chunk in file.chunks(record): ...
 
-What is in the files is described in saving.py and snapshot_files.py. Nothing here knows models. Use
-from one thread.
+What is in the files is described in saving.py and snapshots/format.py. Nothing here knows models.
+Use from one thread.
 
 Note [Complete or absent]. All files are written into a work folder beside `path` (replacing.py),
 into `path.strata-RANDOM/new`, the manifest last, and synced to the disk; then an older checkpoint

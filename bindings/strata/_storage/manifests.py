@@ -1,12 +1,12 @@
-"""The table of what manifests hold, and how they are read; saving.py and snapshot_files.py say what
-it means.
+"""The table of what manifests hold, and how they are read; saving.py and snapshots/format.py say
+what it means.
 
     manifest = read_checkpoint(folder)           # raises CheckpointError with the key that is wrong
     layout = read_layout(folder)                 # of a checkpoint or a snapshot
 
 A manifest with a right checksum may still be another program's, or that of a bug. What a manifest
-must say beside its types is held against the files and the model by checkpoint_manifest.py,
-snapshot_form.py and snapshot_chunks.py.
+must say beside its types is held against the files and the model by checkpoint_manifest.py and
+snapshots/check.py.
 """
 
 from __future__ import annotations

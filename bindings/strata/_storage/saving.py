@@ -44,7 +44,7 @@ from .._runtime.wrapped import Wrapped, wrapped
 from .checkpoint import Progress, stored_values
 from .checkpoint_files import BUFFER_BYTES, CheckpointError, check_replaceable
 from .checkpoint_writer import Work
-from .snapshot_files import links_at
+from .snapshots.format import links_at
 from .together import Together, owned
 
 

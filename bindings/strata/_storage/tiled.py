@@ -25,7 +25,7 @@ from ..nn.replace import tile
 from .checkpoint_files import CheckpointError, find
 from .checkpoint_manifest import in_tiles
 from .manifests import read_layout
-from .snapshot_series import snapshots_of
+from .snapshots.series import snapshots_of
 from .stored import stored_tensors
 
 log = logging.getLogger("strata")

@@ -1,4 +1,4 @@
-"""Loading snapshots: the session goes on from their pages where they lie (snapshot_adopt.py), or
+"""Loading snapshots: the session goes on from their pages where they lie (adopt.py), or
 they are read, verified, and written to wherever the model has them now.
 
     extra = load(model, "runs/llama")                # a series, one of its folders, or a checkpoint
@@ -17,23 +17,23 @@ from typing import Any
 
 from torch import nn
 
-from .._config.paths import AnyPath, as_path
-from .._runtime.wrapped import Wrapped, wrapped
-from . import checkpoint, rng
-from .checkpoint import Meter, Progress
-from .checkpoint_files import STATE_NAME, TensorReader, find, read_manifest
-from .extra_state import saved_extra_state, set_extra_state
-from .extras import from_json
-from .manifests import damaged
-from .snapshot import taker_of
-from .snapshot_adopt import adopt
-from .snapshot_files import is_snapshot, read_snapshot
-from .snapshot_machines import newest_of_all
-from .snapshot_series import snapshots_of
-from .snapshot_source import Source, read_tensor
-from .stored import persistent_buffers
-from .tiled import say_of_tiles
-from .together import Together
+from ..._config.paths import AnyPath, as_path
+from ..._runtime.wrapped import Wrapped, wrapped
+from .. import checkpoint, rng
+from ..checkpoint import Meter, Progress
+from ..checkpoint_files import STATE_NAME, TensorReader, find, read_manifest
+from ..extra_state import saved_extra_state, set_extra_state
+from ..extras import from_json
+from ..manifests import damaged
+from ..stored import persistent_buffers
+from ..tiled import say_of_tiles
+from ..together import Together
+from .adopt import adopt
+from .capture import taker_of
+from .format import is_snapshot, read_snapshot
+from .machines import newest_of_all
+from .series import snapshots_of
+from .source import Source, read_tensor
 
 log = logging.getLogger("strata")
 

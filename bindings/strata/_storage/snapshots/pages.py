@@ -3,7 +3,7 @@
     slots = slots_of(manifest)
     copy_snapshot(folder, to)
 
-The format is described in snapshot_files.py.
+The format is described in format.py.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
-from .._core import SavedPages
-from .._errors import StrataError
-from .checkpoint_files import (
+from ..._core import SavedPages
+from ..._errors import StrataError
+from ..checkpoint_files import (
     MANIFEST_NAME,
     STATE_NAME,
     CheckpointError,
@@ -27,8 +27,9 @@ from .checkpoint_files import (
     replace_folder,
     write_manifest,
 )
-from .replacing import sync, writing
-from .snapshot_files import (
+from ..replacing import sync, writing
+from .format import (
+    ALIGNMENT,
     FORMAT,
     ROLES,
     all_chunks,
@@ -36,7 +37,6 @@ from .snapshot_files import (
     drives_by_rank,
     read_snapshot,
 )
-from .snapshot_form import ALIGNMENT
 
 Slot = tuple[int, int, int, int]
 """With the version, the checksum and the number of the bytes in it."""

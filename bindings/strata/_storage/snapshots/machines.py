@@ -38,16 +38,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from .checkpoint_files import MANIFEST_NAME, STATE_NAME, CheckpointError, read_manifest
-from .rank_board import Board
-from .replacing import WorkFolder, make_folder, make_newest, remove, sync
-from .snapshot_files import LINKS, id_at
-from .snapshot_links import link_owner
-from .snapshot_pages import lies_here, unreachable
-from .snapshot_parts import part_files
-from .snapshot_series import clean_up, snapshots_of, taking_place, unknown_on
-from .ssd_folders import rank_folders
-from .together import Together
+from ..checkpoint_files import MANIFEST_NAME, STATE_NAME, CheckpointError, read_manifest
+from ..rank_board import Board
+from ..replacing import WorkFolder, make_folder, make_newest, remove, sync
+from ..ssd_folders import rank_folders
+from ..together import Together
+from .format import LINKS, id_at
+from .links import link_owner
+from .pages import lies_here, unreachable
+from .ranks import part_files
+from .series import clean_up, snapshots_of, taking_place, unknown_on
 
 COPIED = (STATE_NAME, MANIFEST_NAME)  # the manifest last
 

@@ -17,11 +17,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .checkpoint_files import BUFFER_BYTES, Record, TensorWriter, give_way
-from .snapshot_context import Context, write_tensors
+from ..checkpoint_files import BUFFER_BYTES, Record, TensorWriter, give_way
+from .context import Context, write_tensors
 
 if TYPE_CHECKING:
-    from .._core import TakenSnapshot
+    from ..._core import TakenSnapshot
 
 
 def own_chunks(pages: TakenSnapshot) -> Iterator[tuple[int, dict[str, Any]]]:

@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from .._optim.groups import moments_of
-from .._runtime.wrapped import Wrapped
-from . import rng
-from .checkpoint import (
+from ..._optim.groups import moments_of
+from ..._runtime.wrapped import Wrapped
+from .. import rng
+from ..checkpoint import (
     buffer_entries,
     check_dense,
     dtype_name,
@@ -25,12 +25,12 @@ from .checkpoint import (
     plain_groups,
     raw_bytes,
 )
-from .checkpoint_files import Record, TensorWriter
-from .extra_state import take_extra_state
-from .extras import to_json
-from .registrations import Contents
-from .snapshot_files import FORMAT
-from .stored import StoredTensor, stored_tensors
+from ..checkpoint_files import Record, TensorWriter
+from ..extra_state import take_extra_state
+from ..extras import to_json
+from ..registrations import Contents
+from ..stored import StoredTensor, stored_tensors
+from .format import FORMAT
 
 
 @dataclass

@@ -5,7 +5,7 @@ in them to wherever the model has it now.
     source.find_pages(together)
     source.restore(state, meter, together)              # each rank what it owns
 
-The format is described in snapshot_files.py: everything in the manifest is held against it, and
+The format is described in format.py: everything in the manifest is held against it, and
 against the model, before anything is changed.
 """
 
@@ -21,26 +21,25 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from .._config.threads import Pool
-from .._errors import StrataError
-from .._optim.groups import moments_of
-from .._runtime import coded
-from .._runtime.wrapped import Wrapped
-from . import checkpoint
-from .checkpoint import Meter
-from .checkpoint_files import CheckpointError, Record, TensorReader
-from .checkpoint_manifest import check_cuts, misfits
-from .snapshot_chunks import check_chunks, cuts_of, roles_of
-from .snapshot_elements import SLICE_ELEMENTS, Chunk, Elements, Form, slices
-from .snapshot_files import drives_by_rank
-from .snapshot_form import check_form
-from .snapshot_machines import readers_of
-from .snapshot_pages import page_memory, saved_pages
-from .stored import StoredTensor, stored_tensors
-from .together import Together, owned
+from ..._config.threads import Pool
+from ..._errors import StrataError
+from ..._optim.groups import moments_of
+from ..._runtime import coded
+from ..._runtime.wrapped import Wrapped
+from .. import checkpoint
+from ..checkpoint import Meter
+from ..checkpoint_files import CheckpointError, Record, TensorReader
+from ..checkpoint_manifest import check_cuts, misfits
+from ..stored import StoredTensor, stored_tensors
+from ..together import Together, owned
+from .check import check_chunks, check_form, cuts_of, roles_of
+from .elements import SLICE_ELEMENTS, Chunk, Elements, Form, slices
+from .format import drives_by_rank
+from .machines import readers_of
+from .pages import page_memory, saved_pages
 
 if TYPE_CHECKING:
-    from .._core import Kind, SavedPages, StoredName
+    from ..._core import Kind, SavedPages, StoredName
 
 READ_BYTES = 16 << 20  # at least, so that the disk has work until the next read begins
 READS_AHEAD = 2

@@ -25,14 +25,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .._errors import StrataError
-from .checkpoint_files import complete_at
-from .replacing import SyncError
-from .snapshot_files import LINKS
-from .snapshot_series import snapshots_of
+from ..._errors import StrataError
+from ..checkpoint_files import complete_at
+from ..replacing import SyncError
+from .format import LINKS
+from .series import snapshots_of
 
 if TYPE_CHECKING:
-    from .._core import Session
+    from ..._core import Session
 
 NOTHING_WAS_SYNCED = (0, errno.EMFILE)  # the session has ended; no descriptor was left
 

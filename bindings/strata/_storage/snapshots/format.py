@@ -3,7 +3,7 @@
     runs/llama/step-000500/manifest.json, state.bin         # a folder of the series "runs/llama"
     /mnt/nvme/strata-snapshots/<id>-0.pages, <id>.json      # on each drive: a link, and whose it is
 
-Format, version 9. The folder is a checkpoint's (checkpoint.py), but most tensors lie in pages:
+Format, version 9. The folder is a checkpoint's (../checkpoint.py), but most tensors lie in pages:
 
     state.bin      bytes that are in no page, one behind the other: the persistent buffers, and
                    tensors of `extra`
@@ -38,7 +38,7 @@ Ranks may be on several machines. A drive's folder is a path on its rank's machi
 machine that does not see rank 0's folder of the series has a folder of its own, with the same two
 files: the whole manifest, with the same id. The snapshot counts from the moment that rank 0 has the
 manifest; until then no other machine has it, and everything else is on the disk of all of them. See
-snapshot_machines.py. What is frozen each machine has: a chunk is that of the first rank, and
+machines.py. What is frozen each machine has: a chunk is that of the first rank, and
 "copies" are those of other machines, which go on from them where they lie. Who reads the snapshot
 needs none of them.
 
@@ -54,10 +54,13 @@ import re
 from pathlib import Path
 from typing import Any
 
-from .checkpoint_files import MANIFEST_NAME, CheckpointError, read_manifest
-from .manifests import PLACES, SNAPSHOT, sound
+from ..checkpoint_files import MANIFEST_NAME, CheckpointError, read_manifest
+from ..manifests import PLACES, SNAPSHOT, sound
 
 FORMAT = 9
+ALIGNMENT = 4096  # of what pages are read into
+MOMENT_BLOCK = 64  # elements that share a scale
+ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "block8": 1}  # of moments
 ROLES = ("param", "residual", "exp_avg", "exp_avg_sq")
 LINKS = "strata-snapshots"
 ID = re.compile(r"[0-9a-f]{16}")

@@ -5,7 +5,7 @@
     remove_snapshot(folder)
     clean_up(drives)                                            # what killed processes left
 
-The format is described in snapshot_files.py.
+The format is described in format.py.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from .checkpoint_files import (
+from ..checkpoint_files import (
     MANIFEST_NAME,
     NEW_NAME,
     OLD_NAME,
@@ -27,9 +27,9 @@ from .checkpoint_files import (
     replace_folder,
     tidy,
 )
-from .replacing import sync, targets_of_work
-from .snapshot_files import REMOVED_NAME, check_drives, id_at, links_at, read_snapshot
-from .snapshot_links import mark_complete, mark_pending, pending_on, remove_halves, remove_links
+from ..replacing import sync, targets_of_work
+from .format import REMOVED_NAME, check_drives, id_at, links_at, read_snapshot
+from .links import mark_complete, mark_pending, pending_on, remove_halves, remove_links
 
 STEP_NAME = re.compile(r"step-(\d{6,12})")
 

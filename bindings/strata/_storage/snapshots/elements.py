@@ -4,7 +4,7 @@
     for at, count in slices(chunk, run_at, run_count):
         values = elements.read(chunk, page, number, form, at, count)    # valid until the next ones
 
-`chunk` is one as snapshot_files.py describes it, and `page` gives the page in a slot. Number 0 is
+`chunk` is one as format.py describes it, and `page` gives the page in a slot. Number 0 is
 the master, 1 and 2 are the moments. Use from one thread.
 
 Note [Slices]. Values pass through memory of their own on the way from their pages to where they go.
@@ -20,14 +20,13 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch
 
-from .._core import join_master, load_moments, packing
-from .._runtime import coded
-from .snapshot_chunks import roles_of
-from .snapshot_files import ROLES
-from .snapshot_form import ELEMENT_BYTES, MOMENT_BLOCK
+from ..._core import join_master, load_moments, packing
+from ..._runtime import coded
+from .check import roles_of
+from .format import ELEMENT_BYTES, MOMENT_BLOCK, ROLES
 
 if TYPE_CHECKING:
-    from .._core import DtypeName, StoredName
+    from ..._core import DtypeName, StoredName
 
 SLICE_ELEMENTS = 1 << 16
 

@@ -18,17 +18,17 @@ from typing import Any
 
 import torch
 
-from .._core import PageFiles
-from .._errors import StrataError
-from .._runtime.wrapped import Wrapped
-from .checkpoint_files import CheckpointError
-from .snapshot import taker_of
-from .snapshot_context import parts_of, rule_of
-from .snapshot_files import LINKS, ROLES, chunks_for, drives_by_rank, read_snapshot
-from .snapshot_links import link_owner
-from .snapshot_pages import Slot, slots_of
-from .stored import stored_tensors
-from .together import Together
+from ..._core import PageFiles
+from ..._errors import StrataError
+from ..._runtime.wrapped import Wrapped
+from ..checkpoint_files import CheckpointError
+from ..stored import stored_tensors
+from ..together import Together
+from .capture import taker_of
+from .context import parts_of, rule_of
+from .format import LINKS, ROLES, chunks_for, drives_by_rank, read_snapshot
+from .links import link_owner
+from .pages import Slot, slots_of
 
 Chunk = dict[str, Any]
 Scales = Callable[[Chunk, int, int], torch.Tensor]

@@ -6,8 +6,8 @@
 
 What rests on the SSD is not copied: its slots are held, and later writes go elsewhere
 (engine/snapshots.hpp). A thread then waits for what is still to be written, makes it durable, links
-the page files, and writes the manifest last (snapshot_writer.py). The format is described in
-snapshot_files.py.
+the page files, and writes the manifest last (commit.py). The format is described in
+format.py.
 
 Use from the thread that trains. The background thread knows the session and plain values only.
 """
@@ -24,21 +24,21 @@ from typing import Any
 
 from torch import nn
 
-from .._config.paths import AnyPath, as_path
-from .._config.threads import Pool
-from .._errors import StrataError
-from .._runtime.wrapped import Wrapped, wrapped
+from ..._config.paths import AnyPath, as_path
+from ..._config.threads import Pool
+from ..._errors import StrataError
+from ..._runtime.wrapped import Wrapped, wrapped
+from ..rank_board import Board
+from ..rank_calls import Call, Calls
+from ..registrations import Contents
+from ..together import Together
+from .commit import Asked, Writer
+from .context import Form, form_of, take_context
 from .durability import Durability
-from .rank_board import Board
-from .rank_calls import Call, Calls
-from .registrations import Contents
-from .snapshot_context import Form, form_of, take_context
-from .snapshot_kept import KeptSnapshots
-from .snapshot_links import remove_links
-from .snapshot_machines import recover
-from .snapshot_series import check_series, step_folder
-from .snapshot_writer import Asked, Writer
-from .together import Together
+from .kept import KeptSnapshots
+from .links import remove_links
+from .machines import recover
+from .series import check_series, step_folder
 
 NAME = "strata.snapshot()"
 KEEP_MAX = 1 << 20

@@ -9,14 +9,14 @@ snapshot is one manifest that names all of them.
     2. Each rank has its state captured, and its pages on the disk.
     3. Rank 0 makes the new folder.
     4. Each rank links its page files, waits until the disk has the names, and says what lies where
-       (snapshot_parts.py).
+       (ranks.py).
     5. When all have, rank 0 writes the manifest to the new folder. Machines that do not see it get
-       a copy of their own (snapshot_machines.py).
+       a copy of their own (machines.py).
     6. Rank 0's folder takes its place.
     7. So do the copies.
     8. The other ranks note that their links stay. Then older snapshots are removed, on all
        machines.
-Each phase ends for all ranks, or for none (together.py). Up to the end of phase 5 there is no
+Each phase ends for all ranks, or for none (../together.py). Up to the end of phase 5 there is no
 manifest in its place, and so whoever fails takes its links away. From there on rank 0 alone
 decides: who does not hear of it leaves its links as they are, and marked as pending. The next run
 on these drives sees whether a manifest needs them.
@@ -32,22 +32,22 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .checkpoint_files import STATE_NAME, CheckpointError, TensorWriter, write_manifest
+from ..checkpoint_files import STATE_NAME, CheckpointError, TensorWriter, write_manifest
+from ..rank_board import Board
+from ..replacing import writing
+from ..together import Together
+from .context import Context, Form, write_state
 from .durability import Durability
-from .rank_board import Board
-from .replacing import writing
-from .snapshot_context import Context, Form, write_state
-from .snapshot_files import FORMAT, id_at
-from .snapshot_kept import KeptSnapshots
-from .snapshot_links import Links, mark_going, remove_links
-from .snapshot_machines import Copies, make_newest_of, recover
-from .snapshot_pages import copy_pages, from_files, slots_of
-from .snapshot_parts import join_part, note_steps, own_chunks, write_part
-from .snapshot_series import snapshots_of, taking_place
-from .together import Together
+from .format import FORMAT, id_at
+from .kept import KeptSnapshots
+from .links import Links, mark_going, remove_links
+from .machines import Copies, make_newest_of, recover
+from .pages import copy_pages, from_files, slots_of
+from .ranks import join_part, note_steps, own_chunks, write_part
+from .series import snapshots_of, taking_place
 
 if TYPE_CHECKING:
-    from .._core import Session, TakenSnapshot
+    from ..._core import Session, TakenSnapshot
 
 log = logging.getLogger("strata")
 

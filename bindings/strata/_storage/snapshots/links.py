@@ -7,7 +7,7 @@
 
 An owner that is pending says: nobody knows whether the manifest counts. It is written ahead of the
 first link, and so is every change that ends with links removed. The format is described in
-snapshot_files.py.
+format.py.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from .._schema import Form, FormError, parsed
-from .replacing import HALF_END, make_folder, sync, write_whole
-from .snapshot_files import ID, LINKS, id_at, is_path
+from ..._schema import Form, FormError, parsed
+from ..replacing import HALF_END, make_folder, sync, write_whole
+from .format import ID, LINKS, id_at, is_path
 
 OWNER_MARK = "links of a snapshot"
 
