@@ -18,7 +18,7 @@ import torch
 from rank_loops import Rank, hash_of, make_model, options_of, train, wrap
 from rank_saves import STEPS, Kinds, loads
 from strata._runtime.wrapped import wrapped
-from strata._storage.snapshots import commit
+from strata._storage.snapshots import commit, ranks
 from strata._storage.snapshots.capture import drop_removed, snapshot_alone
 from strata._storage.snapshots.links import Links
 from strata._storage.snapshots.machines import Copies
@@ -309,7 +309,7 @@ PLACES: dict[str, tuple[Any, str]] = {
     "clean": (commit.Durability, "sync_pages"),
     "links": (Links, "__init__"),
     "linked": (Links, "sync"),
-    "part": (commit, "write_part"),
+    "part": (ranks, "write_part"),
     "manifest": (commit, "write_manifest"),
     "copy": (Copies, "take"),
     "newest": (commit, "make_newest_of"),

@@ -72,9 +72,9 @@ def test_a_killed_run_goes_on_to_the_same_bits(place: Path) -> None:
 @pytest.mark.thorough
 def test_ctrl_c_waits_for_the_snapshot(place: Path) -> None:
     slow_disk = (
-        "from strata._storage.snapshots.commit import Writer\n"
-        "write = Writer.write\n"
-        "Writer.write = lambda *given: (time.sleep(1), write(*given))[1]\n"
+        "from strata._storage.snapshots.commit import Commit\n"
+        "run = Commit.run\n"
+        "Commit.run = lambda *given: (time.sleep(1), run(*given))[1]\n"
     )
     told = arguments(place, steps=100_000, **ROOM, **{"snapshot-every": 3})
     process = started(told, slow_disk)

@@ -19,6 +19,7 @@ from .._storage.snapshots.format import (
     LINKS,
     drives_by_rank,
     is_snapshot,
+    read_places,
     read_snapshot,
 )
 from .._storage.snapshots.links import complete_on, lost_on, remove_links
@@ -81,7 +82,7 @@ def _drives_at(place: Path) -> list[Path]:
 
 def _drives(folder: Path) -> list[tuple[str, list[str]]]:
     """The machine of each rank, "" where there is one, and its drives."""
-    manifest = read_snapshot(folder)
+    manifest = read_places(folder)
     by_rank = [[d["folder"] for d in of if d["folder"]] for of in drives_by_rank(manifest)]
     return list(zip(manifest.get("machines", [""] * len(by_rank)), by_rank, strict=True))
 

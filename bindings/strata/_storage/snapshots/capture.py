@@ -6,8 +6,8 @@
 
 What rests on the SSD is not copied: its slots are held, and later writes go elsewhere
 (engine/snapshots.hpp). A thread then waits for what is still to be written, makes it durable, links
-the page files, and writes the manifest last (commit.py). The format is described in
-format.py.
+the page files, and writes the manifest last (commit.py; several ranks: ranks.py). The format is
+described in format.py.
 
 Use from the thread that trains. The background thread knows the session and plain values only.
 """
@@ -32,12 +32,13 @@ from ..rank_board import Board
 from ..rank_calls import Call, Calls
 from ..registrations import Contents
 from ..together import Together
-from .commit import Asked, Writer
+from .commit import Asked, Commit
 from .context import Form, form_of, take_context
 from .durability import Durability
 from .kept import KeptSnapshots
 from .links import remove_links
 from .machines import recover
+from .ranks import RankCommit
 from .series import check_series, step_folder
 
 NAME = "strata.snapshot()"
@@ -333,11 +334,11 @@ class Taker:
             call.hear(apart=("folders",))
             cleans, self._unclean = self._unclean, False
             with self.durability.watch(folder.parent):
-                writer = Writer(
-                    self._session, self._drives, self.kept, self.durability, asked,
-                    call.together, self._board,
-                )  # fmt: skip
-                writer.write(cleans)
+                commit = Commit(self._session, self._drives, self.kept, self.durability, asked)
+                if self._board is None:
+                    commit.run(cleans)
+                else:
+                    RankCommit(commit, call.together, self._board).run(cleans)
         except BaseException as error:
             log.warning("the snapshot at %s has failed: %s", folder, error)
             self._unclean = True

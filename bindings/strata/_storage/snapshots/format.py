@@ -134,21 +134,27 @@ def id_at(folder: Path, name: str = MANIFEST_NAME) -> str | None:
     return found if isinstance(found, str) else None
 
 
-def read_snapshot(folder: Path) -> dict[str, Any]:
-    """The manifest of the snapshot in a folder, which has the form of manifests.py. Raises
-    CheckpointError: there is none, it is one of a checkpoint, or it is damaged."""
+def read_places(folder: Path) -> dict[str, Any]:
+    """The manifest of the snapshot in a folder, of any version: its id and its drives make sense.
+    Raises CheckpointError: there is none, it is one of a checkpoint, or it is damaged."""
     manifest = read_manifest(folder)
     if not is_snapshot(manifest):
         raise CheckpointError(
             f"{folder} is a checkpoint of strata.save, and no snapshot: its files are all in that "
             "folder, which can be copied or removed as it is"
         )
+    check_drives(manifest, folder)
+    return manifest
+
+
+def read_snapshot(folder: Path) -> dict[str, Any]:
+    """Likewise, of this version, with the form of manifests.py."""
+    manifest = read_places(folder)
     if manifest["snapshot"] != FORMAT:
         raise CheckpointError(
             f"{folder} is a snapshot of version {manifest['snapshot']!r:.20}; this strata reads "
             f"{FORMAT}"
         )
-    check_drives(manifest, folder)
     return sound(SNAPSHOT, manifest, f"{folder} is a damaged snapshot")
 
 

@@ -46,7 +46,7 @@ from ..together import Together
 from .format import LINKS, id_at
 from .links import link_owner
 from .pages import lies_here, unreachable
-from .ranks import part_files
+from .parts import part_files
 from .series import clean_up, snapshots_of, taking_place, unknown_on
 
 COPIED = (STATE_NAME, MANIFEST_NAME)  # the manifest last

@@ -28,7 +28,7 @@ from ..checkpoint_files import (
     tidy,
 )
 from ..replacing import sync, targets_of_work
-from .format import REMOVED_NAME, check_drives, id_at, links_at, read_snapshot
+from .format import REMOVED_NAME, check_drives, id_at, links_at, read_places
 from .links import mark_complete, mark_pending, pending_on, remove_halves, remove_links
 
 STEP_NAME = re.compile(r"step-(\d{6,12})")
@@ -118,7 +118,7 @@ def remove_snapshot(folder: Path) -> None:
     """Removes a snapshot: its manifest first, so that none is there in part. Other files in its
     folder stay. Raises CheckpointError where it is none."""
     folder = Path(os.path.realpath(folder))  # whoever goes on with it may have another directory
-    manifest = read_snapshot(folder)
+    manifest = read_places(folder)
     drives = [d["folder"] for d in manifest["drives"] if d["folder"]]
     mark_pending(drives, manifest["id"], folder)
     os.replace(folder / MANIFEST_NAME, folder / REMOVED_NAME)
