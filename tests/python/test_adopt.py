@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -331,7 +332,7 @@ def test_what_is_refused_behind_a_load_leaves_their_slots_alone(
         def refuse(*_: Any) -> int:
             raise strata.StrataError("no")
 
-        patch.setattr(again.state.snapshots.holder, "begin", refuse)
+        patch.setattr(again.state.snapshots, "_session", SimpleNamespace(begin_snapshot=refuse))
         with pytest.raises(strata.StrataError, match="no"):
             strata.snapshot(again.model, tmp_path / "run", keep=3)
     for _ in range(4):
@@ -346,6 +347,7 @@ def test_what_is_refused_behind_a_load_leaves_their_slots_alone(
 PROGRAM = """
 import sys, torch, strata
 from pathlib import Path
+from types import SimpleNamespace
 from test_checkpoint import Case, llama
 import test_adopt, test_snapshot
 disk, run, memory = Path(sys.argv[1]), Path(sys.argv[2]), getattr(test_adopt, sys.argv[3])
