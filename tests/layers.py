@@ -32,7 +32,8 @@ INCLUDE = re.compile(r'^\s*#\s*include\s*(["<])([^">]+)[">]', re.MULTILINE)
 PACKAGE = "bindings/strata"
 # __init__ finds public names when they are asked for, and stands outside.
 PACKAGE_ORDER = (
-    *("_core", "_torch_compat", "_errors", "nn", "_optim", "_config", "_profiling", "_runtime"),
+    *("_core", "_torch_compat", "_errors", "_schema"),
+    *("nn", "_optim", "_config", "_profiling", "_runtime"),
     *("_storage", "_activations", "_hooks", "_report", "_planning", "_opening", "_api"),
     *("optim", "checkpoint"),
     *("integrations", "_cli", "__main__"),

@@ -267,7 +267,6 @@ def _give_back(model: nn.Module, state: Wrapped) -> None:
         state.planning.allocator.close()
     if state.snapshots is not None:
         state.snapshots.finish()
-        state.snapshots.holder.finish()
     state.given_back = True
 
 

@@ -335,7 +335,7 @@ class Session:
     def page_layout(self) -> TakenSnapshot: ...  # as of snapshot(), now, with no page in a slot
     def resume(self, files: PageFiles, held: list[Any], pages: list[Any], raw: bytes) -> list[int]:
         """Goes on from the first of the snapshots that link the files, and returns their numbers.
-        Raises StrataError, and changes nothing. See snapshot_adopt.py, engine/resumption.hpp."""
+        Raises StrataError, and changes nothing. See snapshots/adopt.py, engine/resumption.hpp."""
     def go_back(self, number: int, raw: bytes) -> None: ...  # the same of one that it holds
     def timeline(self) -> list[TimelineSpan]:
         """What was busy since the last call, oldest first; a bounded number of the newest."""

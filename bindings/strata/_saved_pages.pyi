@@ -37,7 +37,7 @@ class SavedPages:
         "io" or "short_read"."""
 
 class TakenSnapshot:
-    """What a session holds in its slots, as _storage/snapshot_files.py describes it."""
+    """What a session holds in its slots, as _storage/snapshots/format.py describes it."""
 
     page_bytes: int
     scale_bytes: int  # of the scale area, which has those of this rank's moments

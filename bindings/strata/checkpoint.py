@@ -9,14 +9,13 @@ strata.checkpoint.tile_as(model, "checkpoint/")         # ahead of strata.wrap()
 
 from ._storage.checkpoint_files import CheckpointError
 from ._storage.export import export_safetensors
-from ._storage.saving import SaveHandle, save
-from ._storage.snapshot import SnapshotHandle, snapshot
-from ._storage.snapshot_load import load
+from ._storage.saving import save
+from ._storage.snapshots.capture import SnapshotHandle, snapshot
+from ._storage.snapshots.load import load
 from ._storage.tiled import tile_as
 
 __all__ = [
     "CheckpointError",
-    "SaveHandle",
     "SnapshotHandle",
     "export_safetensors",
     "load",

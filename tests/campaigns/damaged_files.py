@@ -13,14 +13,12 @@ import torch
 from random_training import INPUTS, Setting, Training
 from safetensors.torch import save_file
 from strata._report.reports import Report
-from strata._storage import (
-    snapshot_files,
-    snapshot_links,
-    snapshot_pages,
-    snapshot_series,
-    trace_file,
-)
+from strata._storage import trace_file
 from strata._storage.checkpoint_files import write_manifest
+from strata._storage.snapshots.format import LINKS
+from strata._storage.snapshots.links import OWNER_MARK
+from strata._storage.snapshots.pages import copy_snapshot
+from strata._storage.snapshots.series import clean_up
 from strata._storage.weights import WeightFiles
 from torch import nn
 
@@ -164,7 +162,7 @@ class Pages(_OfModel):
     def save(self) -> None:
         snapshot = strata.snapshot(self.training.model, self.place, extra={"step": 2}).wait()
         copy = self.folder / "copy"
-        snapshot_pages.copy_snapshot(snapshot, copy)
+        copy_snapshot(snapshot, copy)
         self.place = copy
         (self.path,) = copy.glob("pages-*.bin")
 
@@ -176,14 +174,14 @@ class Owner(Kind):
 
     def prepare(self) -> None:
         self.drive = self.folder / "drive0"
-        links = self.drive / snapshot_files.LINKS
+        links = self.drive / LINKS
         links.mkdir(parents=True)
         self.path = links / f"{'0' * 16}.json"
         self._series = self.folder / "run" / "step-000001"
         self._series.mkdir(parents=True)
         (self._series / "notes.txt").write_text("the user's")
         content = {
-            "strata": snapshot_links.OWNER_MARK,
+            "strata": OWNER_MARK,
             "folder": str(self._series),
             "pending": True,
         }
@@ -191,17 +189,17 @@ class Owner(Kind):
         (links / "letter").write_text("the user's")
 
     def write(self, raw: bytes) -> None:
-        links = self.drive / snapshot_files.LINKS
+        links = self.drive / LINKS
         links.mkdir(exist_ok=True)
         self.path.write_bytes(raw)
         (links / f"{'0' * 16}-0.pages").write_bytes(b"pages")
         (links / f"{'1' * 16}-0.pages").write_bytes(b"of another snapshot")
 
     def use(self) -> None:
-        snapshot_series.clean_up([str(self.drive)])
+        clean_up([str(self.drive)])
 
     def check(self) -> None:
-        links = self.drive / snapshot_files.LINKS
+        links = self.drive / LINKS
         assert (links / "letter").exists(), "a file of the user's is gone"
         assert (links / f"{'1' * 16}-0.pages").exists(), "another snapshot's link is gone"
         assert (self._series / "notes.txt").exists(), "a file of the user's is gone"

@@ -21,7 +21,7 @@ namespace {
 
 struct Crashed {};
 
-// Snapshots as bindings/strata/_storage/snapshot.py takes them: it is complete in slots; what was
+// Snapshots as bindings/strata/_storage/snapshots/ takes them: it is complete in slots; what was
 // written until then is made durable, which takes some turns; the manifest is there; older ones go.
 class Crashing final {
  public:

@@ -16,9 +16,9 @@ import pytest
 import strata
 import torch
 from strata._storage.checkpoint_files import write_manifest
-from strata._storage.snapshot import Taker
-from strata._storage.snapshot_files import LINKS
-from strata._storage.snapshot_series import snapshots_of
+from strata._storage.snapshots.capture import Taker
+from strata._storage.snapshots.format import LINKS
+from strata._storage.snapshots.series import snapshots_of
 from strata.integrations import _trainer_checkpoints as checkpoints
 from strata.integrations.transformers import newest_checkpoint
 from test_trainer import DATA, Mixed, arguments, losses

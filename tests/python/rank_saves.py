@@ -14,7 +14,7 @@ import strata
 import torch
 from rank_loops import Rank, hash_of, make_model, options_of, train, wrap
 from strata._runtime.wrapped import wrapped
-from strata._storage import checkpoint_writer, saving, shards
+from strata._storage import checkpoint_writer, shards
 from strata._storage.checkpoint_files import read_manifest
 from strata._storage.together import owned
 from torch import nn
@@ -47,8 +47,7 @@ def saves(run: Rank, path: str, after: int = 1, **options: Any) -> dict[str, Any
     model, optimizer = _trained(run, make_model(), **options)
     torch.manual_seed(100 + run.rank)
     extra = {"rank": run.rank, "next": (STEPS, "batches")}
-    handle = strata.save(model, path, extra=extra)
-    assert handle.complete
+    strata.save(model, path, extra=extra)
     draws = torch.rand(3).tolist()
     train(run, model, optimizer, after, first=STEPS)
     return {"hash": hash_of(model), "draws": draws}
@@ -80,51 +79,19 @@ def saves_lagging(run: Rank, path: str) -> dict[str, list[int]]:
     return {"saved": [e["step"] for e in read_manifest(Path(path))["params"]], "known": known}
 
 
-def saves_beside(
-    run: Rank, path: str, victim: int = -1, after: int = 1, **options: Any
-) -> dict[str, Any]:
-    """As saves(), written while training goes on. The victim's disk is full the first time."""
+def cannot_begin(run: Rank, path: str, **options: Any) -> dict[str, Any]:
+    """Rank 0 cannot say how far it has come. What each is told; then a save goes well."""
     model, optimizer = _trained(run, make_model(), **options)
-    write, said = shards.ShardWriter.write, ["none", ""]
-
-    def full() -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    for attempt in range(1 if victim < 0 else 2):
-        if run.rank == victim and attempt == 0:
-            _before_write(1, full)
-        torch.manual_seed(100 + run.rank)
-        extra = {"rank": run.rank, "next": (STEPS, "batches")}
-        handle = strata.save(model, path, wait=False, extra=extra)
-        draws = torch.rand(3).tolist()
-        if attempt == 0:
-            train(run, model, optimizer, after, first=STEPS)
-        failed = _error_of(lambda handle=handle: handle.wait(300))  # type: ignore[misc]
-        said = failed if attempt == 0 else said
-        shards.ShardWriter.write = write  # type: ignore[method-assign]
-    run.meet()
-    return {"hash": hash_of(model), "draws": draws, "said": said, "complete": handle.complete}
-
-
-def cannot_begin(run: Rank, path: str, what: str, **options: Any) -> dict[str, Any]:
-    """Rank 1 cannot open what is held, or rank 0 cannot say how far it has come. What each is told;
-    then a save goes well."""
-    model, optimizer = _trained(run, make_model(), **options)
-    init = saving.SnapshotValues.__init__
 
     def fails(*_: Any) -> None:
         raise OSError("not here")
 
-    if what == "open" and run.rank == 1:
-        saving.SnapshotValues.__init__ = fails  # type: ignore[method-assign]
-    progress = fails if what == "progress" and run.rank == 0 else None
-    said = _error_of(
-        lambda: strata.save(model, path, wait=what != "open", progress=progress).wait(300)
-    )
-    saving.SnapshotValues.__init__ = init  # type: ignore[method-assign]
+    progress = fails if run.rank == 0 else None
+    said = _error_of(lambda: strata.save(model, path, progress=progress))
     run.meet()
     train(run, model, optimizer, 1, first=STEPS)
-    return {"said": said, "complete": strata.save(model, path).complete}
+    strata.save(model, path)
+    return {"said": said}
 
 
 def loads(

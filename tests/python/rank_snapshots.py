@@ -17,10 +17,10 @@ import torch
 from rank_loops import Rank, hash_of, make_model, options_of, train, wrap
 from rank_saves import STEPS, Kinds, loads
 from strata._runtime.wrapped import wrapped
-from strata._storage import snapshot_writer
-from strata._storage.snapshot import snapshot_alone
-from strata._storage.snapshot_links import Links
-from strata._storage.snapshot_series import remove_snapshot
+from strata._storage.snapshots import commit, ranks
+from strata._storage.snapshots.capture import snapshot_alone
+from strata._storage.snapshots.links import Links
+from strata._storage.snapshots.series import remove_snapshot
 from torch import nn
 
 SERIES_S = 20.0  # in which a snapshot of a tiny model is complete
@@ -305,14 +305,14 @@ def under_fire(
 
 
 PLACES: dict[str, tuple[Any, str]] = {
-    "clean": (snapshot_writer.Durability, "sync_pages"),
+    "clean": (commit.Durability, "sync_pages"),
     "links": (Links, "__init__"),
     "linked": (Links, "sync"),
-    "part": (snapshot_writer, "write_part"),
-    "manifest": (snapshot_writer, "write_large_manifest"),
-    "newest": (snapshot_writer, "make_newest_of"),
+    "part": (ranks, "write_part"),
+    "manifest": (commit, "write_manifest"),
+    "newest": (commit, "make_newest_of"),
     "finish": (Links, "finish"),
-    "rotate": (snapshot_writer.KeptSnapshots, "rotate"),
+    "rotate": (commit.KeptSnapshots, "rotate"),
 }
 
 

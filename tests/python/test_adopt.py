@@ -12,15 +12,16 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import strata
 import torch
 from strata._core import SavedPages
 from strata._storage.checkpoint_files import read_manifest
-from strata._storage.snapshot_files import LINKS
-from strata._storage.snapshot_pages import bytes_of, copy_snapshot, page_paths, slots_of
-from strata._storage.snapshot_series import remove_snapshot, snapshots_of
+from strata._storage.snapshots.format import LINKS
+from strata._storage.snapshots.pages import bytes_of, copy_snapshot, page_paths, slots_of
+from strata._storage.snapshots.series import remove_snapshot, snapshots_of
 from test_checkpoint import Case, llama
 from test_snapshot import HOST, MODES, SSD, drive, links
 
@@ -327,11 +328,8 @@ def test_what_is_refused_behind_a_load_leaves_their_slots_alone(
     strata.load(again.model, tmp_path / "run")
     again.train(1)
     with monkeypatch.context() as patch:
-
-        def refuse(*_: Any) -> int:
-            raise strata.StrataError("no")
-
-        patch.setattr(again.state.snapshots.holder, "begin", refuse)
+        refuse = Mock(side_effect=strata.StrataError("no"))
+        patch.setattr(again.state.snapshots, "_session", Mock(begin_snapshot=refuse))
         with pytest.raises(strata.StrataError, match="no"):
             strata.snapshot(again.model, tmp_path / "run", keep=3)
     for _ in range(4):

@@ -32,7 +32,6 @@ def ways(case: Case, folder: Path) -> list[Callable[[], Any]]:
     return [
         lambda: strata.snapshot(case.model, folder / "run").wait(),
         lambda: strata.save(case.model, folder / "saved"),
-        lambda: strata.save(case.model, folder / "saved", wait=False).wait(),
     ]
 
 

@@ -18,28 +18,32 @@ from strata._storage.saved_file import stream_file
 
 PIECES = 3
 PIECE_BYTES = 1000
+NAME = files.shard_name("parameters", 1)
 
 
 def put(path: Path, generation: int) -> None:
     """Writes a checkpoint whose every byte says which generation it is of."""
     piece = memoryview(bytes([generation]) * PIECE_BYTES)
     with files.replace_folder(path) as folder:
-        with files.TensorWriter(folder / files.STATE_NAME) as state:
-            records = [state.append("master", "uint8", [piece] * PIECES) for _ in range(2)]
-        files.write_manifest(folder, {"bytes": state.bytes, "of": generation, "tensors": records})
+        with files.TensorWriter(folder / NAME) as file:
+            records = [file.append("master", "uint8", [piece] * PIECES) for _ in range(2)]
+        manifest = {"bytes": file.bytes, "of": generation}
+        manifest["tensors"] = [record | {"file": NAME} for record in records]
+        files.write_manifest(folder, manifest)
 
 
 def get(path: Path) -> int:
     """Reads a checkpoint, checks every byte of it, and returns its generation."""
     found = files.find(path)
     assert found is not None
-    with files.TensorReader(found, buffer_bytes=700) as state:
-        records = state.manifest["tensors"]
-        state.verify((("some", record) for record in records), lambda count: None)
+    manifest = files.read_manifest(found)
+    with files.TensorReader(found, {NAME: manifest["bytes"]}, buffer_bytes=700) as file:
+        records = manifest["tensors"]
+        file.verify((("some", record) for record in records), lambda count: None)
         for record in records:
-            content = b"".join(bytes(chunk) for chunk in state.chunks(record))
-            assert content == bytes([state.manifest["of"]]) * (PIECES * PIECE_BYTES)
-        return state.manifest["of"]
+            content = b"".join(bytes(chunk) for chunk in file.chunks(record))
+            assert content == bytes([manifest["of"]]) * (PIECES * PIECE_BYTES)
+        return manifest["of"]
 
 
 def test_a_checkpoint_is_complete_at_any_kill(tmp_path: Path) -> None:
@@ -85,7 +89,7 @@ def test_something_else_is_not_replaced(tmp_path: Path) -> None:
 @pytest.mark.parametrize("place", [0, PIECES * PIECE_BYTES + 1])
 def test_a_flipped_bit_is_found_and_named(tmp_path: Path, place: int) -> None:
     put(tmp_path / "run", 1)
-    state = tmp_path / "run" / files.STATE_NAME
+    state = tmp_path / "run" / NAME
     content = bytearray(state.read_bytes())
     content[place] ^= 4
     state.write_bytes(content)
@@ -95,7 +99,7 @@ def test_a_flipped_bit_is_found_and_named(tmp_path: Path, place: int) -> None:
 
 def test_a_short_file_is_refused(tmp_path: Path) -> None:
     put(tmp_path / "run", 1)
-    os.truncate(tmp_path / "run" / files.STATE_NAME, 17)
+    os.truncate(tmp_path / "run" / NAME, 17)
     with pytest.raises(files.CheckpointError, match="has 17 bytes"):
         get(tmp_path / "run")
 
@@ -107,7 +111,7 @@ def test_a_damaged_or_foreign_manifest_is_refused(tmp_path: Path) -> None:
     manifest.write_text(text.replace('"of": 1', '"of": 2'))
     with pytest.raises(files.CheckpointError, match="does not match"):
         get(tmp_path / "run")
-    manifest.write_text(text.replace('"version": 1', '"version": 9'))
+    manifest.write_text(text.replace('"version": 2', '"version": 9'))
     with pytest.raises(files.CheckpointError, match="of version 9"):
         get(tmp_path / "run")
     manifest.write_text(text[: len(text) // 2])

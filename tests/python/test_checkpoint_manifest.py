@@ -130,11 +130,11 @@ CHANGES = {
     "step text": (("params", 0, "step"), "3", "'step' is '3'"),
     "step large": (("params", 0, "step"), 1 << 70, "'step'"),
     "shape": (("params", 0, "shape"), [4, 6], "has shape"),
-    "shape of fractions": (("params", 0, "shape"), [6.0, 4.0], "'shape'"),
+    "shape of fractions": (("params", 0, "shape"), [6.0, 4.0], r"shape\[0\] is 6.0"),
     "kind": (("params", 0, "tensors", 1, "kind"), "moment2", "is stored as"),
     "dtype": (("params", 0, "tensors", 0, "dtype"), "int32", "is stored as"),
     "no dtype": (("params", 0, "tensors", 0, "dtype"), "nn", "master"),
-    "digest": (("params", 0, "tensors", 0, "xxh3_64"), "0", "checksum"),
+    "digest": (("params", 0, "tensors", 0, "xxh3_64"), "0", "'xxh3_64' is '0', and should"),
     "no tensors": (("params", 0, "tensors"), [], "'tensors'"),
     "buffer": (("buffers", 1, "tensors", 0, "dtype"), "float64", "'scalar'"),
     "bytes": (("bytes",), None, "None"),
@@ -254,8 +254,9 @@ def test_a_changed_manifest_is_refused_or_loaded_as_it_says(model: Any, saved: P
         assert found["steps"] == [entry["step"] for entry in mutant["params"]], keys
         assert json.loads(json.dumps(found["rng"])) == mutant["rng"], keys
         for group, said in zip(found["groups"], mutant["groups"], strict=True):
-            told = json.loads(json.dumps(group))
-            assert {key: told[key] for key in said if key in told} == said, keys
+            told = {key: value for key, value in group.items() if key in said}
+            texts = [json.dumps(each, sort_keys=True) for each in (told, said)]  # NaN is NaN
+            assert texts[0] == texts[1], keys
         rewrite(saved, manifest)
         strata.load(model, saved)
         spoil(model)

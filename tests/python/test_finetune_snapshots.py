@@ -12,8 +12,8 @@ import pytest
 import torch
 from finetune_runs import ENVIRONMENT, arguments, lines, tensors, wrong
 from strata._cli import main as cli
-from strata._storage.snapshot_files import LINKS
-from strata._storage.snapshot_series import snapshots_of
+from strata._storage.snapshots.format import LINKS
+from strata._storage.snapshots.series import snapshots_of
 from strata.integrations.transformers import newest_checkpoint
 
 ROOM: dict[str, Any] = {"ssd-memory": "64MiB", "eval-every": 0}
@@ -72,9 +72,9 @@ def test_a_killed_run_goes_on_to_the_same_bits(place: Path) -> None:
 @pytest.mark.thorough
 def test_ctrl_c_waits_for_the_snapshot(place: Path) -> None:
     slow_disk = (
-        "from strata._storage.snapshot_writer import Writer\n"
-        "write = Writer.write\n"
-        "Writer.write = lambda *given: (time.sleep(1), write(*given))[1]\n"
+        "from strata._storage.snapshots.commit import Commit\n"
+        "run = Commit.run\n"
+        "Commit.run = lambda *given: (time.sleep(1), run(*given))[1]\n"
     )
     told = arguments(place, steps=100_000, **ROOM, **{"snapshot-every": 3})
     process = started(told, slow_disk)

@@ -19,8 +19,8 @@ from stacks import Blocks, steps
 from strata import _core
 from strata._runtime.wrapped import wrapped
 from strata._storage.checkpoint_files import read_manifest
-from strata._storage.snapshot_pages import page_paths, slots_of
-from strata._storage.snapshot_series import snapshots_of
+from strata._storage.snapshots.pages import page_paths, slots_of
+from strata._storage.snapshots.series import snapshots_of
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 

@@ -19,8 +19,8 @@ from interrupts import Expired, Interrupt
 from random_training import Setting, Training
 from strata._runtime.wrapped import wrapped
 from strata._storage.checkpoint_files import find
-from strata._storage.snapshot_files import LINKS
-from strata._storage.snapshot_series import snapshots_of
+from strata._storage.snapshots.format import LINKS
+from strata._storage.snapshots.series import snapshots_of
 from test_interrupts import chosen
 
 KINDS = (KeyboardInterrupt, Expired)

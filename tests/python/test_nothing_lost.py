@@ -17,8 +17,8 @@ import strata
 from random_training import SERIES, Setting, Training
 from strata._storage.checkpoint_files import CheckpointError
 from strata._storage.replacing import WorkFolder
-from strata._storage.snapshot_files import LINKS, REMOVED_NAME
-from strata._storage.snapshot_series import remove_snapshot, snapshots_of
+from strata._storage.snapshots.format import LINKS, REMOVED_NAME
+from strata._storage.snapshots.series import remove_snapshot, snapshots_of
 
 
 class Faults:

@@ -82,56 +82,12 @@ def test_one_of_a_process_alone_goes_on_under_ranks(ranks: Ranks, tmp_path: Path
     assert same(each(found, "draws")) == alone["draws"]
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [{}, {"state_dtype": "8bit"}, {"update": "lock-free:0"}],
-    ids=["float32", "8bit", "lock-free"],
-)
-@pytest.mark.thorough
-def test_one_is_written_while_training_goes_on(
-    ranks: Ranks, tmp_path: Path, kind: dict[str, Any]
-) -> None:
-    plain, beside, options = tmp_path / "plain", tmp_path / "beside", CASES["ssd"] | kind
-    expected = ranks.run("rank_saves.saves", 2, path=str(plain), **options)
-    found = ranks.run("rank_saves.saves_beside", 2, path=str(beside), **options)
-    assert each(found, "complete") == [True, True]
-    assert same(each(found, "hash")) == same(each(expected, "hash"))
-    assert equal(tensors_of(beside), tensors_of(plain))
-    assert [entry.name for entry in beside.iterdir() if "part" in entry.name] == []
-    for count in (1, 2, 3):
-        loaded = ranks.run("rank_saves.loads", count, path=str(beside), **options)
-        other = ranks.run("rank_saves.loads", count, path=str(plain), **options)
-        for key in ("loaded", "hash", "draws", "extra"):
-            assert each(loaded, key) == each(other, key)
-
-
-@pytest.mark.thorough
-def test_ranks_without_an_ssd_wait_for_it(ranks: Ranks, tmp_path: Path) -> None:
-    found = ranks.run("rank_saves.saves_beside", 2, path=str(tmp_path / "beside"))
-    assert each(found, "complete") == [True, True]
-    loaded = ranks.run("rank_saves.loads", 1, path=str(tmp_path / "beside"))
-    assert loaded[0]["hash"] == same(each(found, "hash"))
-
-
-@pytest.mark.parametrize("victim", [thorough(0), 1])
-def test_a_rank_cannot_write_beside_the_training(ranks: Ranks, tmp_path: Path, victim: int) -> None:
+def test_a_rank_cannot_begin_to_write(ranks: Ranks, tmp_path: Path) -> None:
     path = tmp_path / "checkpoint"
-    found = ranks.run("rank_saves.saves_beside", 2, path=str(path), victim=victim, **CASES["ssd"])
-    assert found[victim]["said"][0] == "OSError"
-    assert f"failed on rank {victim}: OSError: [Errno 28]" in found[1 - victim]["said"][1]
-    assert each(found, "complete") == [True, True]
+    found = ranks.run("rank_saves.cannot_begin", 2, path=str(path), **CASES["ssd"])
+    assert found[0]["said"] == ["OSError", "not here"]
+    assert "failed on rank 0: OSError: not here" in found[1]["said"][1]
     assert read_manifest(path)["step"] == 3
-    loaded = ranks.run("rank_saves.loads", 1, path=str(path), after=0, **CASES["ssd"])
-    assert loaded[0]["hash"] == same(each(found, "hash"))
-
-
-@pytest.mark.parametrize(("what", "victim"), [("open", 1), ("progress", 0)])
-def test_a_rank_cannot_begin_to_write(ranks: Ranks, tmp_path: Path, what: str, victim: int) -> None:
-    path = str(tmp_path / "checkpoint")
-    found = ranks.run("rank_saves.cannot_begin", 2, path=path, what=what, **CASES["ssd"])
-    assert found[victim]["said"] == ["OSError", "not here"]
-    assert f"failed on rank {victim}: OSError: not here" in found[1 - victim]["said"][1]
-    assert each(found, "complete") == [True, True]
 
 
 @pytest.mark.thorough

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from rank_server import Ranks
 from strata._storage.checkpoint_files import read_manifest
-from strata._storage.snapshot_series import snapshots_of
+from strata._storage.snapshots.series import snapshots_of
 from test_rank_saves import each
 from test_rank_snapshots import links, on_drive
 from test_ranks import all_say, same

@@ -13,8 +13,8 @@ import pytest
 from rank_server import Outcome, Ranks
 from strata._cli import main as cli
 from strata._storage.checkpoint_files import read_manifest
-from strata._storage.snapshot_files import LINKS, drives_by_rank
-from strata._storage.snapshot_series import snapshots_of
+from strata._storage.snapshots.format import LINKS, drives_by_rank
+from strata._storage.snapshots.series import snapshots_of
 from test_rank_saves import each
 from test_ranks import CASES, HOME, same
 from variants import thorough

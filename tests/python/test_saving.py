@@ -1,5 +1,4 @@
-"""strata.save writes safetensors that plain tools read, and again only what has changed; with
-wait=False while training goes on. Checkpoints of earlier versions load."""
+"""strata.save writes safetensors that plain tools read, and again only what has changed."""
 
 import os
 import shutil
@@ -12,7 +11,6 @@ import pytest
 import safetensors
 import strata
 import torch
-from old_checkpoints import save_version_1
 from strata._storage import shards
 from strata._storage.checkpoint_files import CheckpointError, find, read_manifest
 from test_checkpoint import Case, llama
@@ -49,18 +47,13 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[k], other[k]) for k in one)
 
 
-@pytest.mark.parametrize("wait", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_plain_tools_read_names_dtypes_and_values(
-    tmp_path: Path, wait: bool, dtype: torch.dtype
-) -> None:
+def test_plain_tools_read_names_dtypes_and_values(tmp_path: Path, dtype: torch.dtype) -> None:
     case = Case(drive(tmp_path, "drive"), SSD, llama(), dtype=dtype)
     case.train(2)
     held = expected(case)
-    handle = strata.save(case.model, tmp_path / "c", wait=wait, extra={"batch": 2})
-    assert handle.complete or not wait
+    strata.save(case.model, tmp_path / "c", extra={"batch": 2})
     after = case.train(2)
-    assert handle.wait() == tmp_path / "c"
     assert same(tensors(tmp_path / "c"), held)
     assert {v.dtype for v in tensors(tmp_path / "c").values()} == {torch.float32}
     assert links(tmp_path / "drive") == []
@@ -78,45 +71,24 @@ def test_plain_tools_read_names_dtypes_and_values(
 def test_training_goes_on_in_every_mode(tmp_path: Path, mode: dict[str, Any]) -> None:
     case = Case(drive(tmp_path, "drive"), SSD, llama(), **mode)
     case.train(2)
-    strata.save(case.model, tmp_path / "waits")
-    handle = strata.save(case.model, tmp_path / "goes-on", wait=False)
+    strata.save(case.model, tmp_path / "c")
     after = case.train(2)
-    handle.wait()
-    assert same(tensors(tmp_path / "waits"), tensors(tmp_path / "goes-on"))
-    strata.load(case.model, tmp_path / "goes-on")
+    strata.load(case.model, tmp_path / "c")
     assert case.train(2) == after
     case.close()
 
 
-def test_snapshots_are_taken_while_one_is_saved(tmp_path: Path) -> None:
+def test_one_is_saved_while_a_snapshot_is_taken(tmp_path: Path) -> None:
     case = Case(drive(tmp_path, "drive"), SSD, llama())
-    case.train(1)
-    first = strata.save(case.model, tmp_path / "c", wait=False)
-    case.train(1)
+    case.train(2)
     snapshot = strata.snapshot(case.model, tmp_path / "run")
-    second = strata.save(case.model, tmp_path / "c", wait=False)
+    strata.save(case.model, tmp_path / "c")
     after = case.train(1)
-    for handle in (first, snapshot, second):
-        handle.wait()
+    snapshot.wait()
     for path in (tmp_path / "c", tmp_path / "run"):
         strata.load(case.model, path)
         assert case.train(1) == after
     case.close()
-
-
-def test_without_room_on_an_ssd_it_waits_and_says_so(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    for memory in (ROOMY, {"device": "512KiB", "host": "8MiB", "ssd": "1MiB"}):
-        caplog.clear()
-        case = Case(drive(tmp_path, "drive"), memory, llama())
-        case.train(1)
-        held = expected(case)
-        assert strata.save(case.model, tmp_path / "c", wait=False).complete
-        assert "holds training up" in caplog.text
-        assert "would do" in caplog.text
-        assert same(tensors(tmp_path / "c"), held)
-        case.close()
 
 
 def test_a_failure_is_told_and_the_older_checkpoint_stays(
@@ -132,10 +104,8 @@ def test_a_failure_is_told_and_the_older_checkpoint_stays(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(shards.ShardWriter, "write", full)
-    handle = strata.save(case.model, tmp_path / "c", wait=False)
     with pytest.raises(OSError, match="No space left"):
-        handle.wait()
-    assert not handle.complete
+        strata.save(case.model, tmp_path / "c")
     assert same(tensors(tmp_path / "c"), before)
     assert links(tmp_path / "drive") == []
     assert sorted(os.listdir(tmp_path)) == ["c", "drive"]
@@ -173,9 +143,8 @@ def inodes(folder: Path) -> dict[str, int]:
     }
 
 
-@pytest.mark.parametrize("wait", [True, False])
 def test_what_did_not_change_is_not_written_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wait: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written: list[str] = []
     write = shards.ShardWriter.write
@@ -188,15 +157,15 @@ def test_what_did_not_change_is_not_written_again(
     case = frozen(drive(tmp_path, "drive"))
     for expert in range(4):
         step(case, expert)
-    strata.save(case.model, tmp_path / "1", wait=wait).wait()
+    strata.save(case.model, tmp_path / "1")
     step(case, 2)
     written.clear()
-    strata.save(case.model, tmp_path / "2", wait=wait).wait()
+    strata.save(case.model, tmp_path / "2")
     assert not any("base" in key for key in written)
     # The experts shared files; from here on those that rest are apart.
     step(case, 2)
     written.clear()
-    strata.save(case.model, tmp_path / "3", wait=wait).wait()
+    strata.save(case.model, tmp_path / "3")
     assert {key.split(".weight")[0].split(".bias")[0] for key in written} == {"experts.2"}
     masters = case.masters()
     case.close()
@@ -206,11 +175,11 @@ def test_what_did_not_change_is_not_written_again(
     strata.load(again.model, tmp_path / "3")
     assert all(map(torch.equal, again.masters(), masters))
     written.clear()
-    strata.save(again.model, tmp_path / "4").wait()  # the series goes on
+    strata.save(again.model, tmp_path / "4")  # the series goes on
     assert written == []
     with torch.no_grad():
         again.model.base.weight[0, 0] += 1  # by hand
-    strata.save(again.model, tmp_path / "4").wait()
+    strata.save(again.model, tmp_path / "4")
     assert written == ["base.weight", "base.bias"] or written == ["base.bias", "base.weight"]
     again.close()
 
@@ -231,20 +200,20 @@ def test_a_file_that_somebody_touched_is_written_again(tmp_path: Path) -> None:
     case.close()
 
 
-def test_checkpoints_of_version_1_load_and_are_replaced(tmp_path: Path) -> None:
+def test_files_beside_a_checkpoint_stay(tmp_path: Path) -> None:
     case = Case(drive(tmp_path, "drive"), SSD, llama())
     case.train(2)
-    save_version_1(case.model, tmp_path / "c", {"batch": 2})
+    strata.save(case.model, tmp_path / "c", extra={"batch": 2})
     (tmp_path / "c" / "notes.txt").write_text("mine")
     after = case.train(2)
     assert strata.load(case.model, tmp_path / "c") == {"batch": 2}
     assert case.train(2) == after
-    strata.save(case.model, tmp_path / "c")
-    assert sorted(os.listdir(tmp_path / "c")) == [
-        "manifest.json", "moments-00001.safetensors", "notes.txt", "parameters-00001.safetensors",
-    ]  # fmt: skip
-    strata.save(case.model, tmp_path / "c")
-    assert len(os.listdir(tmp_path / "c")) == 4
+    for _ in range(2):
+        strata.save(case.model, tmp_path / "c")
+        assert sorted(os.listdir(tmp_path / "c")) == [
+            *("manifest.json", "moments-00001.safetensors"),
+            *("notes.txt", "parameters-00001.safetensors"),
+        ]
     case.close()
 
 
@@ -258,9 +227,8 @@ def test_a_killed_save_leaves_the_last_complete_one(tmp_path: Path, seconds: flo
         torch.manual_seed(7)
         for number in range(1000):
             case.train(1)
-            handle = strata.save(case.model, tmp_path / "c", wait=False, extra={"n": number + 1})
+            strata.save(case.model, tmp_path / "c", extra={"n": number + 1})
             if number == 1:
-                handle.wait()
                 os.write(begins, b"!")
         os._exit(1)
     assert os.read(begun, 1) == b"!"
@@ -272,9 +240,7 @@ def test_a_killed_save_leaves_the_last_complete_one(tmp_path: Path, seconds: flo
     steps = strata.load(again.model, tmp_path / "c")["n"]
     found = again.masters()
     after = again.train(2)
-    handle = strata.save(again.model, tmp_path / "c", wait=False)
-    handle.wait()
-    assert links(disk) == [], "the killed process left links"
+    strata.save(again.model, tmp_path / "c")
     assert not [e for e in os.listdir(tmp_path) if e.startswith("c.strata-")]
     again.close()
     plain = Case(drive(tmp_path, "plain"), SSD, llama())
@@ -283,12 +249,3 @@ def test_a_killed_save_leaves_the_last_complete_one(tmp_path: Path, seconds: flo
     assert all(map(torch.equal, plain.masters(), found))
     assert plain.train(2) == after
     plain.close()
-
-
-def test_the_end_of_a_run_completes_what_is_saved(tmp_path: Path) -> None:
-    case = Case(drive(tmp_path, "drive"), SSD, llama())
-    case.train(1)
-    held = expected(case)
-    strata.save(case.model, tmp_path / "c", wait=False)
-    strata.unwrap(case.model)
-    assert same(tensors(tmp_path / "c"), held)

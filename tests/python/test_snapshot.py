@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 import strata
 import torch
-from strata._storage import snapshot_links
 from strata._storage.checkpoint_files import CheckpointError, read_manifest, write_manifest
-from strata._storage.snapshot_files import LINKS
-from strata._storage.snapshot_links import Links
-from strata._storage.snapshot_pages import copy_snapshot, slots_of
-from strata._storage.snapshot_series import remove_snapshot, snapshots_of
+from strata._storage.snapshots import links as snapshot_links
+from strata._storage.snapshots.format import LINKS
+from strata._storage.snapshots.links import Links
+from strata._storage.snapshots.pages import copy_snapshot, slots_of
+from strata._storage.snapshots.series import remove_snapshot, snapshots_of
 from test_checkpoint import Case, llama
 from variants import thorough
 

@@ -8,10 +8,10 @@ import pytest
 import strata
 import torch
 from strata._cli import main as cli
-from strata._storage import snapshot_pages
 from strata._storage.checkpoint_files import read_manifest
-from strata._storage.snapshot_files import LINKS
-from strata._storage.snapshot_pages import slots_of
+from strata._storage.snapshots import pages
+from strata._storage.snapshots.format import LINKS
+from strata._storage.snapshots.pages import slots_of
 from test_checkpoint import Case, llama
 from test_snapshot import HOST, SSD, disk, drive, links
 
@@ -141,7 +141,7 @@ def test_a_copy_is_whole_or_says_why_not(
     case = Case(disk, SSD, llama())
     case.train(1)
     folder = strata.snapshot(case.model, tmp_path / "run", keep=1).wait()
-    write, copied = snapshot_pages._write_all, 0
+    write, copied = pages._write_all, 0
 
     def slow(*rest: Any) -> None:
         nonlocal copied
@@ -153,7 +153,7 @@ def test_a_copy_is_whole_or_says_why_not(
         write(*rest)
 
     with monkeypatch.context() as patch:
-        patch.setattr(snapshot_pages, "_write_all", slow)
+        patch.setattr(pages, "_write_all", slow)
         assert cli.main(["snapshots", "copy", str(folder), str(tmp_path / "copy")]) == 1
     assert "was removed while it was copied" in capsys.readouterr().err
     assert not (tmp_path / "copy").exists()

@@ -10,7 +10,7 @@ import pytest
 import strata
 import torch
 from strata._storage.registrations import Contents
-from strata._storage.snapshot_series import snapshots_of
+from strata._storage.snapshots.series import snapshots_of
 from test_checkpoint import Case, llama
 from test_snapshot import SSD, disk
 from torch import nn

@@ -7,8 +7,8 @@ from typing import Any, NoReturn
 import pytest
 import strata
 import torch
-from strata._storage import snapshot_source
-from strata._storage.snapshot_elements import SLICE_ELEMENTS, Elements, Form, slices
+from strata._storage.snapshots import source
+from strata._storage.snapshots.elements import SLICE_ELEMENTS, Elements, Form, slices
 from test_checkpoint import Case, llama
 from test_snapshot import HOST, SSD, disk, drive
 
@@ -66,7 +66,7 @@ def test_reads_are_as_large_as_asked_for_and_use_little_memory(
     tmp_path: Path, disk: Path, monkeypatch: pytest.MonkeyPatch, read_bytes: int, mode: Any
 ) -> None:
     made: list[int] = []
-    memory = snapshot_source.page_memory
+    memory = source.page_memory
 
     def noted(size: int) -> torch.Tensor:
         made.append(size)
@@ -77,8 +77,8 @@ def test_reads_are_as_large_as_asked_for_and_use_little_memory(
     strata.snapshot(case.model, tmp_path / "run").wait()
     after = case.train(2)
     case.close()
-    monkeypatch.setattr(snapshot_source, "READ_BYTES", read_bytes)
-    monkeypatch.setattr(snapshot_source, "page_memory", noted)
+    monkeypatch.setattr(source, "READ_BYTES", read_bytes)
+    monkeypatch.setattr(source, "page_memory", noted)
     again = Case(drive(tmp_path, "other"), HOST, llama(), page_size="128KiB", **mode)
     strata.load(again.model, tmp_path / "run")
     assert again.train(2) == after

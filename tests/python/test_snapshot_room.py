@@ -9,7 +9,7 @@ import pytest
 import strata
 import torch
 from strata._cli import main as cli
-from strata._storage import snapshot_series
+from strata._storage.snapshots import series
 from test_checkpoint import Case, llama
 from test_snapshot import SSD, drive
 
@@ -52,7 +52,7 @@ def test_one_that_is_being_removed_takes_no_more_room(
 ) -> None:
     """Its manifest has gone, and its links not yet: the next one begins meanwhile."""
     removed, begun = threading.Event(), threading.Event()
-    remove_links = snapshot_series.remove_links
+    remove_links = series.remove_links
 
     def slow(drives: list[str], identity: str) -> None:
         removed.set()
@@ -62,7 +62,7 @@ def test_one_that_is_being_removed_takes_no_more_room(
     case = wrap(tmp_path, {**MEMORY, "ssd": "64MiB"}, snapshots=1)
     strata.snapshot(case.model, tmp_path / "run", keep=1).wait()
     room = case.state.session.stats()["ssd_bytes"]
-    monkeypatch.setattr(snapshot_series, "remove_links", slow)
+    monkeypatch.setattr(series, "remove_links", slow)
     case.train(1)
     second = strata.snapshot(case.model, tmp_path / "run", keep=1)
     assert removed.wait(300)

@@ -11,15 +11,22 @@ from typing import Any, cast
 
 import pytest
 import strata
-from strata._storage import checkpoint_writer, snapshot_writer
-from strata._storage.checkpoint_files import MANIFEST_NAME, OLD_NAME, CheckpointError
+import torch
+from strata._storage.checkpoint_files import (
+    MANIFEST_NAME,
+    OLD_NAME,
+    CheckpointError,
+    read_manifest,
+    write_manifest,
+)
 from strata._storage.replacing import MARKER_NAME, WorkFolder
-from strata._storage.snapshot_files import LINKS, id_at
-from strata._storage.snapshot_links import mark_pending
-from strata._storage.snapshot_series import snapshots_of
+from strata._storage.snapshots import commit
+from strata._storage.snapshots.format import FORMAT, LINKS, id_at
+from strata._storage.snapshots.links import mark_pending
+from strata._storage.snapshots.series import snapshots_of
 from test_adopt import verify
 from test_checkpoint import Case, llama
-from test_saving import expected, same, tensors
+from test_saving import expected, same
 from test_snapshot import HOST, SSD, disk, drive, links
 
 __all__ = ["disk"]  # a fixture
@@ -71,9 +78,7 @@ def test_one_that_was_put_aside_when_all_ended_comes_back(
     fresh.close()
 
 
-@pytest.mark.parametrize("saves", [False, True])
 def test_one_that_nobody_waits_for_fails_with_a_word(
-    saves: bool,
     tmp_path: Path,
     disk: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -85,15 +90,43 @@ def test_one_that_nobody_waits_for_fails_with_a_word(
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    for module in (checkpoint_writer, snapshot_writer):
-        for name in ("write_manifest", "write_large_manifest"):
-            monkeypatch.setattr(module, name, full, raising=False)
-    if saves:
-        strata.save(case.model, tmp_path / "c", wait=False)
-    else:
-        strata.snapshot(case.model, tmp_path / "run")
+    monkeypatch.setattr(commit, "write_manifest", full)
+    strata.snapshot(case.model, tmp_path / "run")
     case.close()
     assert "has failed: [Errno 28] No space left on device" in caplog.text
+
+
+def test_a_snapshot_of_another_version_is_refused(tmp_path: Path, disk: Path) -> None:
+    case = Case(disk, SSD, llama())
+    folder = take(case, tmp_path / "run")
+    before = case.masters()
+    manifest = read_manifest(folder)
+    for version in (FORMAT - 1, FORMAT + 1):
+        write_manifest(folder, manifest | {"snapshot": version})
+        with pytest.raises(CheckpointError, match=f"version {version}; this strata reads"):
+            strata.load(case.model, tmp_path / "run")
+    assert all(map(torch.equal, case.masters(), before))
+    case.close()
+
+
+def test_steps_and_ranks_of_chunks_are_checked(tmp_path: Path, disk: Path) -> None:
+    case = Case(disk, SSD, llama())
+    folder = take(case, tmp_path / "run")
+    manifest = read_manifest(folder)
+    before = case.masters()
+    for damage in (
+        lambda m: m["chunks"][0]["runs"][0].__setitem__(4, -1),
+        lambda m: m["chunks"][0]["runs"][0].__setitem__(4, 1.0),
+        lambda m: m["chunks"][0]["runs"][0].append(0),
+        lambda m: m["chunks"][0].update(rank=1),  # of one that was alone
+    ):
+        broken = json.loads(json.dumps(manifest))
+        damage(broken)
+        write_manifest(folder, broken)
+        with pytest.raises(CheckpointError):
+            strata.load(case.model, tmp_path / "run")
+        assert all(map(torch.equal, case.masters(), before))
+    case.close()
 
 
 def test_the_newest_stays_when_the_clock_is_set_back(tmp_path: Path, disk: Path) -> None:
@@ -174,12 +207,10 @@ def test_the_end_of_a_function_completes_what_it_began(
         work(case)
 
     run(lambda case: strata.snapshot(case.model, tmp_path / "run"), "run")
-    run(lambda case: strata.save(case.model, tmp_path / "c", wait=False), "c")
     gc.collect()
     again = Case(drive(tmp_path, "other"), memory, llama())
     strata.load(again.model, tmp_path / "run")
     assert same(expected(again), held["run"])
-    assert same(tensors(tmp_path / "c"), held["c"])
     again.close()
 
 
@@ -189,8 +220,6 @@ def test_a_load_waits_for_what_is_under_way(tmp_path: Path, disk: Path) -> None:
         case.train(1)
         strata.snapshot(case.model, tmp_path / "run", keep=1, extra={"number": number})
         assert strata.load(case.model, tmp_path / "run") == {"number": number}
-        strata.save(case.model, tmp_path / "c", wait=False, extra={"number": number})
-        assert strata.load(case.model, tmp_path / "c") == {"number": number}
     case.close()
 
 

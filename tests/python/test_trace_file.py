@@ -76,13 +76,13 @@ def test_every_prefix_is_refused(file):
     text = file.read_text()
     for end in range(0, len(text) - 2, 7):
         file.write_text(text[:end])
-        with pytest.raises(ValueError, match="cut off, or not a strata trace"):
+        with pytest.raises(ValueError, match="is not a strata trace: it is cut off"):
             load(file)
 
 
 def test_other_files_are_refused(file):
     file.write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ValueError, match="it is not text"):
+    with pytest.raises(ValueError, match="is not a strata trace"):
         load(file)
     for text in ("[]", "3", '{"format": "another"}'):
         file.write_text(text)
@@ -105,19 +105,22 @@ def damaged(file, change):
         (lambda c: c.update(version=3), "of version 3; this strata reads version 2"),
         (lambda c: c.pop("moments"), "'moments' is missing"),
         (lambda c: c.update(more=1), "'more' is unknown"),
-        (lambda c: c.update(moments="8"), "moments is '8', not of type int"),
-        (lambda c: c.update(tail_seconds=-1.0), "tail_seconds is -1.0, which cannot be"),
-        (lambda c: c.update(tail_seconds=float("nan")), "tail_seconds is nan"),
+        (lambda c: c.update(moments="8"), "'moments' is '8', and should be a whole number"),
+        (
+            lambda c: c.update(tail_seconds=-1.0),
+            "'tail_seconds' is -1.0, and should be",
+        ),
+        (lambda c: c.update(tail_seconds=float("nan")), "'tail_seconds' is nan"),
         (lambda c: c.update(moments=7), "use 3: it is left after the last moment (layers.0)"),
         (lambda c: c.update(parameters=1), "it names 1 parameters, its units have 2070"),
         (lambda c: c["units"]["rows"][0].__setitem__(0, "x"), "not those that it was written with"),
         (lambda c: c["units"]["rows"][0].__setitem__(9, "burn"), "unknown activation burn"),
         (lambda c: c["uses"]["rows"][1].__setitem__(0, 2), "use 1: there is no such unit"),
-        (lambda c: c["uses"]["rows"][1].__setitem__(0, True), "unit of row 1 of uses is True"),
+        (lambda c: c["uses"]["rows"][1].__setitem__(0, True), "row 1 of uses: 'unit' is True"),
         (lambda c: c["uses"]["rows"][1].pop(), "row 1 of uses has not 9 values"),
         (lambda c: c["uses"]["rows"].reverse(), "use 1: it is not in order of enter (head)"),
         (lambda c: c["uses"]["fields"].pop(), "uses has the fields"),
-        (lambda c: c["uses"].pop("rows"), "uses is not a table"),
+        (lambda c: c["uses"].pop("rows"), "uses: 'rows' is missing"),
         (
             lambda c: c["tensors"]["rows"][0].__setitem__(3, 4),
             "saved tensor 0: the use that read it does not exist",
@@ -126,7 +129,7 @@ def damaged(file, change):
             lambda c: c["tensors"]["rows"][0].__setitem__(2, 1),
             "it was not saved by a forward of its unit",
         ),
-        (lambda c: c.update(origin={}), "origin is {}"),
+        (lambda c: c.update(origin={"tokens": "x"}), "origin: 'tokens' is 'x'"),
     ],
 )
 def test_what_is_wrong_is_named(file, change, says):

@@ -15,16 +15,16 @@ from pathlib import Path
 
 from .._config.sizes import format_size
 from .._storage.checkpoint_files import CheckpointError, read_manifest
-from .._storage.snapshot_files import (
+from .._storage.snapshots.format import (
     LINKS,
-    check_drives,
     drives_by_rank,
     is_snapshot,
+    read_places,
     read_snapshot,
 )
-from .._storage.snapshot_links import complete_on, lost_on, remove_links
-from .._storage.snapshot_pages import bytes_of, copy_snapshot, page_paths
-from .._storage.snapshot_series import remove_snapshot, snapshots_of
+from .._storage.snapshots.links import complete_on, lost_on, remove_links
+from .._storage.snapshots.pages import bytes_of, copy_snapshot, page_paths
+from .._storage.snapshots.series import remove_snapshot, snapshots_of
 
 
 def run(options: argparse.Namespace) -> int:
@@ -82,7 +82,7 @@ def _drives_at(place: Path) -> list[Path]:
 
 def _drives(folder: Path) -> list[tuple[str, list[str]]]:
     """The machine of each rank, "" where there is one, and its drives."""
-    manifest = read_snapshot(folder)
+    manifest = read_places(folder)
     by_rank = [[d["folder"] for d in of if d["folder"]] for of in drives_by_rank(manifest)]
     return list(zip(manifest.get("machines", [""] * len(by_rank)), by_rank, strict=True))
 
@@ -100,7 +100,7 @@ def _list(place: Path) -> int:
         name = folder.relative_to(place) if folder != place else folder
         try:
             line, lacks = _line(folder)
-        except (CheckpointError, KeyError, TypeError, ValueError) as error:
+        except CheckpointError as error:
             line, lacks = f"damaged: {error}", True
         print(f"{name}  {line}")
         bad = bad or lacks
@@ -124,10 +124,9 @@ def _list_drive(drive: Path) -> int:
 
 def _line(folder: Path) -> tuple[str, bool]:
     """What there is to say of a snapshot, and whether it lacks something."""
-    manifest = read_manifest(folder)
-    if not is_snapshot(manifest):
+    if not is_snapshot(read_manifest(folder)):
         return "a checkpoint of strata.save, and no snapshot", False
-    check_drives(manifest, folder)
+    manifest = read_snapshot(folder)
     taken = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest["time"] / 1e9))
     size = format_size(bytes_of(manifest))
     drives = [f"{m}: {d}" if m else d for m, of in _drives(folder) for d in of]

@@ -41,6 +41,7 @@ from .._config import device, machine
 from .._config.choices import SPEED_OF
 from .._config.device import compute_threads
 from .._errors import StrataError
+from .._schema import Form, parsed
 from .probes import (
     LANES,
     Compute,
@@ -112,6 +113,17 @@ class Calibration:
     flops_s: float  # of large matrix products
     memory_bytes_s: float  # of the device's memory, reading and writing
     typical: list[LaneName] = dataclasses.field(default_factory=list)  # could not be measured
+
+
+@dataclass(frozen=True)
+class Stored:
+    """What a file holds."""
+
+    key: dict[str, Any]  # what it was measured with
+    calibration: Calibration
+
+
+STORED = Form(Stored, {"Costs": _core.Costs, "LaneName": str})
 
 
 def typical_costs() -> Costs:
@@ -225,18 +237,16 @@ def _disk(path: str) -> str:
 
 def _load(file: Path, key: dict[str, Any]) -> Calibration | None:
     try:
-        stored = json.loads(file.read_text())
-        if stored["key"] != key:
+        stored = STORED.read(parsed(file.read_bytes()))
+        if stored.key != key:
             return None
-        fields = stored["calibration"]
-        found = Calibration(**{**fields, "costs": _core.Costs(**fields["costs"])})
-        _check(found)
+        _check(stored.calibration)
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+    except (OSError, ValueError) as error:
         log.warning("calibration file %s is not usable, measuring again: %r", file, error)
         return None
-    return found
+    return stored.calibration
 
 
 def _check(found: Calibration) -> None:

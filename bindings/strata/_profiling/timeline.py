@@ -80,11 +80,6 @@ class StepRecord:
         """Begin and end of a span, since the step began."""
         return span["begin_ns"] * 1e-9 - self.begin, span["end_ns"] * 1e-9 - self.begin
 
-    @staticmethod
-    def from_dict(values: dict[str, Any]) -> StepRecord:
-        """Undoes dataclasses.asdict()."""
-        return StepRecord(**{**values, "uses": [UseSpan(**use) for use in values["uses"]]})
-
 
 class StepLog:
     """The records of the last steps, oldest first."""

@@ -10,6 +10,7 @@ A report is kept as a file: one JSON object, {"format": FORMAT} and the fields o
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import os
@@ -17,17 +18,17 @@ import shlex
 import sys
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from .. import _core
 from .._config.choices import HOST
-from .._config.conforms import conforms
 from .._config.machine import processor_name, processors
 from .._config.paths import AnyPath, as_path
 from .._config.sizes import format_size
 from .._profiling import timeline
 from .._profiling.timeline import StepRecord
 from .._profiling.windows import Judged
+from .._schema import Form, FormError, parsed
 from .._storage.replacing import write_text
 from . import report_text
 
@@ -37,15 +38,6 @@ if TYPE_CHECKING:
     from .._runtime.wrapped import Wrapped
 
 FORMAT = "strata report 2"
-# Types of a report's fields that type checkers alone import.
-STORED = {
-    "StepPlan": _core.StepPlan,
-    "Trace": _core.Trace,
-    "Simulation": _core.Simulation,
-    "TimelineSpan": dict.fromkeys(("track", "cause"), str)
-    | dict.fromkeys(("lane", "unit", "begin_ns", "end_ns", "bytes"), int)
-    | {"backward": bool},
-}
 DAY_SECONDS = 86_400
 TB = 1e12  # as makers of drives count their endurance
 
@@ -201,28 +193,13 @@ class Report:
         """What save() wrote. Raises ValueError for any other file."""
         file = as_path(path)
         try:
-            values = json.loads(file.read_text())
-        except (ValueError, RecursionError) as error:
+            values = parsed(file.read_bytes())
+        except FormError as error:
             raise ValueError(f"{file} is no report: {error}") from error
         if not isinstance(values, dict) or values.pop("format", None) != FORMAT:
             raise ValueError(f"{file} is no report of this version of strata")
         try:
-            values["tiers"] = {k: TierUse(**v) for k, v in values["tiers"].items()}
-            values["peaks"] = {k: PlannedPeak(**v) for k, v in values["peaks"].items()}
-            values["wear"] = values["wear"] and Wear(**values["wear"])
-            values["judged"] = values["judged"] and Judged(**values["judged"])
-            values["planned"] = [PlannedRow(**row) for row in values["planned"]]
-            values["lags"] = [Lag(**row) for row in values.get("lags", [])]
-            values["records"] = [StepRecord.from_dict(row) for row in values["records"]]
-            for name, struct in (
-                ("plan", _core.StepPlan),
-                ("trace", _core.Trace),
-                ("simulation", _core.Simulation),
-            ):
-                values[name] = values[name] and struct(**values[name])
-            report = Report(**values)
-            if not conforms(report, Report, STORED):
-                raise ValueError("a value is of another type")
+            report = _form().read(values)
             str(report)  # numbers that are none cannot be shown
         except (ArithmeticError, LookupError, TypeError, ValueError, AttributeError) as error:
             raise ValueError(f"{file} is a damaged report: {error!s:.200}") from error
@@ -231,6 +208,25 @@ class Report:
     def __str__(self) -> str:
         """Tables for people."""
         return report_text.report_text(self)
+
+
+@functools.cache
+def _form() -> Form[Report]:
+    structs = {each.__name__: each for each in (_core.StepPlan, _core.Trace, _core.Simulation)}
+    return Form(Report, structs | {"TimelineSpan": Span})
+
+
+class Span(TypedDict):
+    """A TimelineSpan of the core, in a file."""
+
+    track: str
+    cause: str
+    lane: int
+    backward: bool
+    unit: int
+    begin_ns: int
+    end_ns: int
+    bytes: int
 
 
 def make_report(state: Wrapped) -> Report:

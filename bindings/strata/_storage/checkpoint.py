@@ -1,35 +1,8 @@
-"""Loading checkpoints, streamed through a bounded buffer: of version 2, which strata.save() writes
-now (saving.py), and of version 1.
+"""Loading checkpoints, streamed through a bounded buffer.
 
     extra = strata.load(model, "checkpoint/")          # same model, any budgets, any page size
 
-Format, version 1, which was written until version 2. A checkpoint is a folder of two files:
-
-    state.bin      the tensors, one behind the other, little-endian, no padding. Per parameter in
-                   the order of model.parameters(): master (float32; of a frozen parameter its own
-                   dtype), then moment1 and moment2 (float32) as far as its rule keeps them. The
-                   tiles of a layer are one parameter here. Then the persistent buffers, in their
-                   own dtype.
-    manifest.json  {"checksum": XXH3-64 of the rest as canonical JSON, "version": 1,
-                    "bytes": of state.bin,
-                    "params":  [{"name", "shape", "dtype", "trainable", "step", "tensors",
-                                 "group": its place in "groups", and "tiles": how many the layer
-                                 was cut into, which older ones do not say}],
-                    "buffers": [{"name", "shape", "tensors"}],
-                        where tensors is [{"kind", "dtype", "offset", "bytes", "xxh3_64"}]
-                    "groups":  the optimizer's parameter groups without their parameters; keys that
-                               are no options of its class as saved_values.py has them,
-                    "extra_state": what modules say by get_extra_state(), by its name in a state
-                               dict, as saved_values.py has it; older ones have none,
-                    "rng":     the states of torch (CPU, CUDA), random and numpy,
-                    "extra":   what the caller gave, as extras.py has it}
-
-Note [Complete or absent]. All files are written into a work folder beside `path` (replacing.py),
-into `path.strata-RANDOM/new`, the manifest last, and synced to the disk; then an older checkpoint
-steps aside to `path.strata-RANDOM/old`, the new one takes its name, and the work folder is deleted.
-A folder with a manifest is thus always whole. Killed between the two renames, `path` is missing
-while both others are whole: a loader then takes the newer. What a killed process left is deleted by
-the next save to the same `path`.
+The format is described in saving.py.
 """
 
 from __future__ import annotations
@@ -59,6 +32,7 @@ from .checkpoint_files import (
 from .checkpoint_manifest import check, merged
 from .extra_state import saved_extra_state, set_extra_state
 from .extras import from_json
+from .manifests import damaged, read_checkpoint
 from .saved_values import to_plain
 from .stored import StoredTensor, persistent_buffers, stored_tensors
 from .tiled import say_of_tiles
@@ -87,12 +61,17 @@ def load(model: nn.Module, path: Path, *, progress: Progress | None = None) -> d
             folder = find(path)
             if folder is None:
                 raise CheckpointError(f"no complete checkpoint at {path}")
-            file = stack.enter_context(TensorReader(folder))
-            manifest = file.manifest
+            manifest = read_checkpoint(folder)
             check(manifest, wanted_of(state), str(folder))
+            sizes = {entry["file"]: entry["bytes"] for entry in manifest["files"]}
+            file = stack.enter_context(TensorReader(folder, sizes))
             say_of_tiles(state, manifest, folder)
             groups = merged_groups(state, manifest["groups"], folder)
             of_modules = saved_extra_state(manifest, model, str(folder))
+            own = said_by(manifest, together)
+            with damaged(f"{folder} is a damaged checkpoint"):
+                rng.check(own["rng"])
+                extra: dict[str, Any] = from_json(own["extra"], [])
             tensors = stored_tensors(model)
             meter = Meter(progress, 2 * manifest["bytes"])
             mine = list(_part(state, tensors, manifest, together.rank))
@@ -115,15 +94,11 @@ def load(model: nn.Module, path: Path, *, progress: Progress | None = None) -> d
             for entry in manifest["buffers"]:
                 raw = b"".join(bytes(c) for c in meter(file.chunks(entry["tensors"][0])))
                 set_buffer(buffers[entry["name"]], raw)
-            steps = (entry["step"] for entry in manifest["params"])  # older ones say no more
-            run_step = manifest.get("step", max(steps, default=0))
-            state.steps_before = run_step - state.session.steps()
-            own = said_by(manifest, together)
+            state.steps_before = manifest["step"] - state.session.steps()
             restore_context(state, groups, own["rng"])
     state.steps.end_load()
     set_extra_state(model, of_modules)
     state.last_saved = folder
-    extra: dict[str, Any] = from_json(own["extra"], [])
     return extra
 
 
@@ -337,7 +312,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def buffer_entries(buffers: dict[str, torch.Tensor]) -> list[dict[str, Any]]:
-    """What a manifest says of each, with offsets that begin with 0."""
+    """What a manifest says of each, without places and checksums."""
     return [
         {
             "name": name,
@@ -346,7 +321,6 @@ def buffer_entries(buffers: dict[str, torch.Tensor]) -> list[dict[str, Any]]:
                 {
                     "kind": "buffer",
                     "dtype": dtype_name(value.dtype),
-                    "offset": 0,
                     "bytes": value.numel() * value.itemsize,
                 }
             ],
@@ -356,18 +330,14 @@ def buffer_entries(buffers: dict[str, torch.Tensor]) -> list[dict[str, Any]]:
 
 
 def model_layout(state: Wrapped) -> dict[str, Any]:
-    """What state.bin holds of the model as it is now: the manifest's "params", "buffers" and
-    "bytes", without steps and checksums."""
-    end = 0
+    """What a manifest says of the model as it is now: "params", "buffers" and "bytes", without
+    steps, places and checksums."""
 
     def records(kinds: Sequence[tuple[str, str, int]]) -> list[Record]:
-        nonlocal end
-        found = []
-        for kind, dtype, count in kinds:
-            size = count * getattr(torch, dtype).itemsize
-            found.append({"kind": kind, "dtype": dtype, "offset": end, "bytes": size})
-            end += size
-        return found
+        return [
+            {"kind": kind, "dtype": dtype, "bytes": count * getattr(torch, dtype).itemsize}
+            for kind, dtype, count in kinds
+        ]
 
     params = []
     for tensor in stored_tensors(state.model):
@@ -386,8 +356,5 @@ def model_layout(state: Wrapped) -> dict[str, Any]:
         if "stored" in spec:
             params[-1]["stored"] = spec["stored"]
     buffers = buffer_entries(persistent_buffers(state.model))
-    for entry in buffers:
-        for record in entry["tensors"]:
-            record["offset"] += end
-        end += sum(record["bytes"] for record in entry["tensors"])
-    return {"params": params, "buffers": buffers, "bytes": end}
+    size = sum(record["bytes"] for entry in [*params, *buffers] for record in entry["tensors"])
+    return {"params": params, "buffers": buffers, "bytes": size}

@@ -1,14 +1,22 @@
 """The files of a checkpoint: tensors with checksums, a manifest, a folder that is whole or absent.
 
     with replace_folder(Path("checkpoint")) as folder:         # takes its place at the end
-        with TensorWriter(folder / STATE_NAME) as state:
-            record = state.append("master", "float32", chunks)
-        write_manifest(folder, {"bytes": state.bytes, ...})
+        with TensorWriter(folder / name) as file:
+            record = file.append("master", "float32", chunks)
+        write_manifest(folder, {"files": [{"file": name, "bytes": file.bytes}], ...})
 
-    with TensorReader(find(Path("checkpoint"))) as state:
-        for chunk in state.chunks(record): ...
+    with TensorReader(find(Path("checkpoint")), {name: size}) as file:
+        for chunk in file.chunks(record): ...
 
-The format is described in checkpoint.py. Nothing here knows models. Use from one thread.
+What is in the files is described in saving.py and snapshots/format.py. Nothing here knows models.
+Use from one thread.
+
+Note [Complete or absent]. All files are written into a work folder beside `path` (replacing.py),
+into `path.strata-RANDOM/new`, the manifest last, and synced to the disk; then an older checkpoint
+steps aside to `path.strata-RANDOM/old`, the new one takes its name, and the work folder is deleted.
+A folder with a manifest is thus always whole. Killed between the two renames, `path` is missing
+while both others are whole: a loader then takes the newer. What a killed process left is deleted by
+the next save to the same `path`.
 """
 
 import contextlib
@@ -16,12 +24,14 @@ import json
 import logging
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, Self
 
 from .._config.paths import AnyPath, as_path
 from .._core import Hasher
+from .._schema import parsed
 from .replacing import (
     WorkFolder,
     dead_folders,
@@ -34,12 +44,12 @@ from .replacing import (
     write_whole,
 )
 
-VERSIONS = (1, 2)
-STATE_VERSION, SHARDS_VERSION = VERSIONS  # the tensors lie in state.bin; in safetensors files
+VERSION = 2  # of checkpoints; snapshots have one of their own
 BUFFER_BYTES = 4 << 20
-STATE_NAME = "state.bin"
+STATE_NAME = "state.bin"  # of snapshots
 MANIFEST_NAME = "manifest.json"
 FILE_NAMES = frozenset({STATE_NAME, MANIFEST_NAME, f"{MANIFEST_NAME}.tmp"})
+ENCODED_AT_ONCE = 64  # entries of a list: less than a millisecond
 SHARD_NAME = re.compile(r"(parameters|moments)-\d{5,7}\.safetensors")
 NEW_NAME, OLD_NAME = "new", "old"  # in a work folder: what will be, and what was
 
@@ -71,7 +81,7 @@ class CheckpointError(RuntimeError):
 
 
 class TensorWriter:
-    """Writes state.bin front to back and syncs it to the disk on leaving."""
+    """Writes a file front to back and syncs it to the disk on leaving."""
 
     def __init__(self, path: Path) -> None:
         """Creates `path`. Raises OSError where it is there: it may be a link of another's."""
@@ -97,10 +107,6 @@ class TensorWriter:
             "xxh3_64": digest.hexdigest(),
         }
 
-    def flush(self) -> None:
-        """Waits until the disk has what was written so far."""
-        os.fdatasync(self._file.fileno())
-
     def __exit__(self, kind: object, *rest: object) -> None:
         """Syncs, unless an exception is on its way, and closes."""
         try:
@@ -113,20 +119,22 @@ class TensorWriter:
 class TensorReader(contextlib.AbstractContextManager["TensorReader"]):
     """Reads the tensors of a checkpoint, in any order, through one buffer."""
 
-    def __init__(self, folder: Path, buffer_bytes: int = BUFFER_BYTES) -> None:
-        """Opens a folder that `find` returned. Raises CheckpointError if its files do not agree."""
+    def __init__(
+        self, folder: Path, sizes: Mapping[str, int], buffer_bytes: int = BUFFER_BYTES
+    ) -> None:
+        """Opens files of a folder that `find` returned. `sizes`: of each, as the manifest says.
+        Raises CheckpointError for another size."""
         self.folder = folder
-        self.manifest = read_manifest(folder)
         self._buffer = bytearray(buffer_bytes)
         self._files: dict[str, BinaryIO] = {}
         try:
-            for name, size in sizes_of(self.manifest, folder).items():
+            for name, size in sizes.items():
                 self._open(name, size)
         except BaseException:
             self.__exit__()
             raise
 
-    def _open(self, name: str, size: Any) -> None:
+    def _open(self, name: str, size: int) -> None:
         path = self.folder / name
         try:
             self._files[name] = open(path, "rb", buffering=0)  # noqa: SIM115
@@ -134,7 +142,7 @@ class TensorReader(contextlib.AbstractContextManager["TensorReader"]):
             raise CheckpointError(f"cannot read {path}: {error}") from error
         found = os.fstat(self._files[name].fileno()).st_size
         if found != size:
-            raise CheckpointError(f"{path} has {found} bytes, its manifest says {size!r:.20}")
+            raise CheckpointError(f"{path} has {found} bytes, its manifest says {size}")
 
     def chunks(
         self, record: Record, first: int = 0, count: int | None = None
@@ -185,46 +193,52 @@ class TensorReader(contextlib.AbstractContextManager["TensorReader"]):
             file.close()
 
 
-def sizes_of(manifest: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Of the files that hold the tensors, by name. Raises CheckpointError for a name that no
-    checkpoint gives them."""
-    if manifest["version"] == STATE_VERSION:
-        return {STATE_NAME: manifest["bytes"]}
-    files = manifest.get("files")
-    if not isinstance(files, list) or not all(_names_shard(entry) for entry in files):
-        raise CheckpointError(f"{folder} is a damaged checkpoint: its files make no sense")
-    return {entry["file"]: entry["bytes"] for entry in files}
-
-
-def _names_shard(entry: Any) -> bool:
-    known = isinstance(entry, dict) and entry.keys() == {"file", "bytes"}
-    return known and isinstance(entry["file"], str) and bool(SHARD_NAME.fullmatch(entry["file"]))
-
-
 def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
-    """Writes the manifest of a folder whose other files are on the disk. It appears whole."""
-    version = SHARDS_VERSION if "files" in manifest else STATE_VERSION
-    manifest = json.loads(json.dumps({"version": version} | manifest))  # as a reader will see it
-    manifest["checksum"] = _checksum(manifest)
-    write_whole(folder / MANIFEST_NAME, json.dumps(manifest))
+    """Writes the manifest of a folder whose other files are on the disk. It appears whole. Other
+    threads get their turn meanwhile: what grows with the model takes a while."""
+    manifest = ({} if "snapshot" in manifest else {"version": VERSION}) | manifest
+    digest = Hasher()
+    for piece in _encoded(dict(sorted(manifest.items())), sort_keys=True):
+        digest.update(piece.encode())
+    whole = {"checksum": digest.hexdigest()} | manifest
+    write_whole(folder / MANIFEST_NAME, "".join(_encoded(whole, sort_keys=False)))
     sync(folder)
+
+
+def _encoded(manifest: dict[str, Any], sort_keys: bool) -> Iterator[str]:
+    """Its JSON. `sort_keys`: of what is inside, as _checksum() has it."""
+    for i, (key, value) in enumerate(manifest.items()):
+        yield f"{', ' if i else '{'}{json.dumps(key)}: "
+        if not isinstance(value, list) or len(value) <= ENCODED_AT_ONCE:
+            yield json.dumps(value, sort_keys=sort_keys)
+            continue
+        for first in range(0, len(value), ENCODED_AT_ONCE):
+            part = json.dumps(value[first : first + ENCODED_AT_ONCE], sort_keys=sort_keys)
+            yield f"{', ' if first else '['}{part[1:-1]}"
+            give_way()
+        yield "]"
+    yield "}"
+
+
+def give_way() -> None:
+    """Lets another thread have the interpreter that asks for it, sooner than it would."""
+    time.sleep(0)
 
 
 def read_manifest(folder: Path, name: str = MANIFEST_NAME) -> dict[str, Any]:
     """The manifest. Raises CheckpointError where it is damaged or of another version."""
     path = folder / name
     try:
-        manifest = json.loads(path.read_bytes())
+        manifest = parsed(path.read_bytes())
         checksum = manifest.pop("checksum", None) if isinstance(manifest, dict) else None
         found = _checksum(manifest)
     except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"cannot read {path}: {error!r:.300}") from error
-    if checksum is None or not {"version", "bytes"} <= manifest.keys():
+        raise CheckpointError(f"cannot read {path}: {error!s:.300}") from error
+    if checksum is None or "bytes" not in manifest:
         raise CheckpointError(f"{path} is not the manifest of a checkpoint")
-    if type(manifest["version"]) is not int or manifest["version"] not in VERSIONS:
+    if "snapshot" not in manifest and manifest.get("version") != VERSION:
         raise CheckpointError(
-            f"{path} is of version {manifest['version']!r:.20}; this strata reads "
-            f"{VERSIONS[-1]} and less"
+            f"{path} is of version {manifest.get('version')!r:.20}; this strata reads {VERSION}"
         )
     if checksum != found:
         raise CheckpointError(f"{path} is damaged: its checksum does not match")

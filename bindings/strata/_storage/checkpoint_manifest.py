@@ -1,25 +1,22 @@
-"""What a manifest must say before anything is loaded by it: all its fields are held against the
-format, the file of tensors and the model, in one place.
+"""What a manifest must say, beside its types (manifests.py), before anything is loaded by it: it is
+held against the files and the model.
 
     check(manifest, wanted, path)           # raises one CheckpointError that lists what is wrong
 
-A manifest with a right checksum may still be another program's, or that of a bug. Pure functions.
+Pure functions.
 """
 
 import math
 import re
 import sys
-from collections.abc import Callable, Collection
-from pathlib import Path
+from collections.abc import Collection
 from typing import Any
 
-from .._config.choices import DTYPES
 from .._errors import listed
 from .._optim.groups import FOLLOWED, HARMLESS, UNSUPPORTED
 from .._runtime.coded import GROUP, same_groups
 from ..nn.tiles import tile_rows
-from . import extras, rng
-from .checkpoint_files import SHARDS_VERSION, CheckpointError, sizes_of
+from .checkpoint_files import CheckpointError
 from .saved_values import from_plain
 
 LISTED_MAX = 4  # problems spelled out in one error
@@ -33,10 +30,8 @@ OPTIONS = FOLLOWED | HARMLESS | frozenset(UNSUPPORTED)
 
 def check(manifest: dict[str, Any], wanted: dict[str, Any], where: str) -> None:
     """Raises CheckpointError unless the manifest can be loaded into the model, to the last byte.
-    `wanted`: the manifest of the model as it is now, without steps, checksums, "rng" and "extra".
-    """
-    if problems := _unsound(manifest):
-        raise CheckpointError(f"{where} is a damaged checkpoint: {_list(problems)}")
+    REQUIRES: it has the form of manifests.py. `wanted`: the manifest of the model as it is now,
+    without steps, checksums, "rng" and "extra"."""
     if problems := misfits(manifest, wanted):
         raise CheckpointError(f"{where} {another(manifest, wanted, _list(problems))}")
     cuts = [_cut_of(entry) for entry in manifest["params"]]
@@ -75,8 +70,8 @@ def check_cuts(cuts: list[list[int]], wanted: list[dict[str, Any]], where: str) 
 
 
 def _cut_of(entry: dict[str, Any]) -> list[int]:
-    """Elements of each part of a tensor. Older checkpoints that do not say it are of whole ones."""
-    if (tiles := entry.get("tiles") or 1) == 1:
+    """Elements of each part of a tensor."""
+    if (tiles := entry["tiles"]) == 1:
         return [math.prod(entry["shape"])]
     return [rows * math.prod(entry["shape"][1:]) for rows in tile_rows(entry["shape"][0], tiles)]
 
@@ -97,69 +92,6 @@ def merged(
     return group | known | tuples | {k: from_plain(saved[k]) for k in saved if k in more}
 
 
-def _unsound(manifest: dict[str, Any]) -> list[str]:
-    """How the manifest contradicts the format, whatever the model."""
-    kinds = {"params": list, "buffers": list, "groups": list, "rng": dict, "extra": dict}
-    problems = [
-        f"{key!r} is missing, or no {'list' if kind is list else 'object'}"
-        for key, kind in kinds.items()
-        if not isinstance(manifest.get(key), kind)
-    ]
-    if problems:
-        return problems
-    for section in ("params", "buffers"):
-        for i, entry in enumerate(manifest[section]):
-            found = _unsound_entry(entry, trained=section == "params")
-            problems += [f"{section}[{i}]: {problem}" for problem in found]
-    problems += [
-        f"groups[{i}] is no object"
-        for i, group in enumerate(manifest["groups"])
-        if not isinstance(group, dict)
-    ]
-    if not isinstance(manifest.get("extra_state", {}), dict):
-        problems.append("'extra_state' is no object")
-    if not (_is_count(step := manifest.get("step", 0)) and step <= STEPS_MAX):
-        problems.append(f"'step' is {step!r:.60}")
-    others = manifest.get("others", [])  # ranks
-    if not isinstance(others, list) or not all(map(_is_rank, others)):
-        return [*problems, "'others' has no random states of ranks"]
-    for said in (manifest, *others):
-        problems += extras.problems(said["extra"], 0)
-        problems += [f"rng: {problem}" for problem in rng.problems(said["rng"])]
-    return problems
-
-
-def _is_rank(other: Any) -> bool:
-    return isinstance(other, dict) and all(
-        isinstance(other.get(key), dict) for key in ("rng", "extra")
-    )
-
-
-def _unsound_entry(entry: Any, trained: bool) -> list[str]:
-    """Of one parameter (`trained`) or buffer: fields that are missing or of another type."""
-    if not isinstance(entry, dict):
-        return ["it is no object"]
-    checks: dict[str, Callable[[Any], bool]] = {
-        "name": lambda value: isinstance(value, str),
-        "shape": lambda value: isinstance(value, list) and all(map(_is_count, value)),
-        "tensors": lambda value: (
-            isinstance(value, list) and bool(value) and all(isinstance(r, dict) for r in value)
-        ),
-    }
-    if trained:
-        checks |= {
-            "dtype": lambda value: value in DTYPES,
-            "trainable": lambda value: isinstance(value, bool),
-            "step": lambda value: _is_count(value) and value <= STEPS_MAX,
-            "tiles": lambda value: value is None or _fits_rows(value, entry.get("shape")),
-        }
-    return [
-        f"{key!r} is {entry.get(key)!r:.60}"
-        for key, is_sound in checks.items()
-        if not is_sound(entry.get(key))
-    ]
-
-
 def misfits(manifest: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
     """How a sound manifest differs from that of the model."""
     ours, theirs = (
@@ -173,16 +105,18 @@ def misfits(manifest: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
             problems.append(f"{name!r} has shape {shape}, the model's has {ours[name]['shape']}")
         elif kinds != (needed := _kinds(ours[name])):
             problems.append(f"{name!r} is stored as {kinds}, the model needs {needed}")
+        elif theirs[name].get("tiles", 1) > max([1, *shape[:1]]):
+            problems.append(f"{name!r} was cut into {theirs[name]['tiles']} tiles, and has {shape}")
         elif theirs[name].get("stored") != ours[name].get("stored"):
             problems.append(
                 f"{name!r} rests as {theirs[name].get('stored')!r:.20}, the model's as "
                 f"{ours[name].get('stored')!r}"
             )
         elif ours[name].get("trainable"):
-            group = theirs[name].get("group", ours[name]["group"])  # older ones do not say
+            group = theirs[name]["group"]
             if group != ours[name]["group"]:
                 problems.append(
-                    f"{name!r} was in parameter group {group!r:.20}, and the optimizer has it in "
+                    f"{name!r} was in parameter group {group}, and the optimizer has it in "
                     f"{ours[name]['group']}"
                 )
     problems += [f"{name!r} is not in the checkpoint" for name in ours if name not in theirs]
@@ -216,45 +150,34 @@ def _of_model(manifest: dict[str, Any]) -> dict[str, Any]:
 
 
 def _misplaced(manifest: dict[str, Any], wanted: dict[str, Any]) -> str:
-    """The first tensor that does not lie where one of its shape and dtype does; "": there is none.
-    REQUIRES: the manifest fits the model."""
-    in_shards = manifest.get("version") == SHARDS_VERSION
+    """The first tensor that has not the bytes of its shape and dtype, or does not lie behind
+    another one, or at the end of a file; "": there is none. REQUIRES: the manifest fits the model.
+    """
     found: list[tuple[str, dict[str, Any]]] = []
     for section in ("params", "buffers"):
         for entry, needed in zip(manifest[section], wanted[section], strict=True):
             for record, ours in zip(entry["tensors"], needed["tensors"], strict=True):
                 what = f"{record['kind']} of {entry['name']!r}"
                 found.append((what, record))
-                for key in ("bytes",) if in_shards else ("offset", "bytes"):
-                    if not _is_count(record.get(key)) or record[key] != ours[key]:
-                        return f"{key!r} of {what} is {record.get(key)!r:.60}, not {ours[key]}"
-                digest = record.get("xxh3_64")
-                if not isinstance(digest, str) or not DIGEST.fullmatch(digest):
-                    return f"{what} has the checksum {digest!r:.60}"
-    if in_shards and (problem := _misplaced_in_shards(found, sizes_of(manifest, Path()))):
-        return problem
-    if not _is_count(manifest["bytes"]) or manifest["bytes"] != wanted["bytes"]:
-        return f"its tensors have {wanted['bytes']} bytes, 'bytes' is {manifest['bytes']!r:.60}"
-    return ""
-
-
-def _misplaced_in_shards(found: list[tuple[str, dict[str, Any]]], sizes: dict[str, Any]) -> str:
-    """The tensors of a file lie one behind the other, up to its end. REQUIRES: sizes of tensors."""
+                if record["bytes"] != ours["bytes"]:
+                    return f"'bytes' of {what} is {record['bytes']}, not {ours['bytes']}"
+    sizes = {entry["file"]: entry["bytes"] for entry in manifest["files"]}
     for what, record in found:
-        if not isinstance(record.get("file"), str) or record["file"] not in sizes:
-            return f"{what} lies in {record.get('file')!r:.60}, which is no file of it"
-        offset = record.get("offset")
-        if not _is_count(offset) or offset + record["bytes"] > sizes[record["file"]]:
-            return f"'offset' of {what} is {offset!r:.60}"
+        if record["file"] not in sizes:
+            return f"{what} lies in {record['file']!r}, which is no file of it"
+        if record["offset"] + record["bytes"] > sizes[record["file"]]:
+            return f"'offset' of {what} is {record['offset']}"
     end: dict[str, int] = {}
     for what, record in sorted(found, key=lambda pair: (pair[1]["offset"], pair[1]["bytes"])):
-        expected = end.get(record["file"], record["offset"])
-        if record["offset"] != expected:
-            return f"'offset' of {what} is {record['offset']}, not {expected}"
-        end[record["file"]] = expected + record["bytes"]
+        file, offset = record["file"], record["offset"]
+        if (expected := end.get(file, offset)) != offset:
+            return f"'offset' of {what} is {offset}, not {expected}"
+        end[file] = offset + record["bytes"]
     for name, size in sizes.items():
         if end.get(name) != size:
             return f"the tensors in {name} end at 'offset' {end.get(name)}, and it has {size} bytes"
+    if manifest["bytes"] != wanted["bytes"]:
+        return f"its tensors have {wanted['bytes']} bytes, 'bytes' is {manifest['bytes']}"
     return ""
 
 
@@ -293,22 +216,7 @@ def _fits(saved: Any, ours: Any) -> bool:
 
 
 def _kinds(entry: dict[str, Any]) -> list[tuple[Any, Any]]:
-    return [(record.get("kind"), record.get("dtype")) for record in entry["tensors"]]
-
-
-def _fits_rows(tiles: Any, shape: Any) -> bool:
-    """Whether a tensor may be in so many tiles."""
-    rows = shape[0] if isinstance(shape, list) and shape and _is_count(shape[0]) else 1
-    return is_tiles(tiles) and tiles <= max(rows, 1)
-
-
-def is_tiles(value: Any) -> bool:
-    """Whether a layer may have so many."""
-    return _is_count(value) and value > 0
-
-
-def _is_count(value: Any) -> bool:
-    return type(value) is int and value >= 0
+    return [(record["kind"], record["dtype"]) for record in entry["tensors"]]
 
 
 def _list(problems: list[str]) -> str:

@@ -2,7 +2,7 @@
 
     work = Work.of(state, path, extra, progress, together)     # takes what is in no page
     work.join(heard)                                           # what Work.said() was on each rank
-    work.write(lambda folder: values, Pace())                  # the folder takes its place
+    work.write(values)                                         # the folder takes its place
 
 The format is described in saving.py and shards.py; it does not say how many wrote.
 
@@ -36,7 +36,6 @@ from .checkpoint import Meter, Progress, check_buffers, model_layout, plain_grou
 from .checkpoint_files import CheckpointError, Record, replace_folder, write_manifest
 from .extra_state import extra_places, take_extra_state
 from .extras import to_json
-from .pace import Pace
 from .replacing import writing
 from .shards import Earlier, Shard, ShardWriter, Wanted, cut, describe, free_name, shape_of
 from .stored import StoredTensor, persistent_buffers, stored_tensors
@@ -44,9 +43,6 @@ from .together import Together, keeper_of
 
 Values = Callable[[StoredTensor, Record], Iterator[memoryview]]
 """The bytes of a tensor, as the manifest's record of it says."""
-
-MakeValues = Callable[[Path], Values]
-"""Is given the new folder, where ranks may tell each other what they need for it."""
 
 Key = tuple[str, str]
 """The name and the kind of a tensor."""
@@ -63,7 +59,6 @@ class Work:
     earlier: Earlier
     manifest: dict[str, Any]  # without digests; its steps are those that this rank has made
     tensors: list[StoredTensor]
-    parts: list[int]  # by parameter: its tensor
     buffers: list[torch.Tensor]
     meter: Meter
     together: Together
@@ -89,19 +84,12 @@ class Work:
         context = json.loads(json.dumps(context))  # raises now, not when all tensors are written
         manifest = model_layout(state) | context
         tensors = stored_tensors(state.model)
-        parts = [0] * len(state.config["params"])
-        for i, (tensor, entry) in enumerate(zip(tensors, manifest["params"], strict=True)):
-            # Pages say it of all others.
-            entry["step"] = state.session.param_step(tensor.parts[0]) if tensor.numel == 0 else 0
-            for part in tensor.parts:
-                parts[part] = i
         buffers = persistent_buffers(state.model).values()
         return Work(
             path,
             Earlier.find([path, state.last_saved]),
             manifest,
             tensors,
-            parts,
             [value.detach().to("cpu", copy=True) for value in buffers],
             Meter(progress, manifest["bytes"]),
             together,
@@ -130,7 +118,7 @@ class Work:
             kept = ("rng", "extra")
             self.manifest["others"] = [{key: said[key] for key in kept} for said in heard[1:]]
 
-    def write(self, make_values: MakeValues, pace: Pace) -> None:
+    def write(self, values: Values) -> None:
         """The folder takes its place. REQUIRES: the manifest has steps, of several ranks by join().
         See Note [One commit]."""
         with contextlib.ExitStack() as stack:
@@ -139,20 +127,20 @@ class Work:
                 if self.together.leads:
                     phase.said = str(stack.enter_context(replace_folder(self.path)))
             folder = Path(phase.heard[0])
-            sources = self._sources(make_values(folder))
+            sources = self._sources(values)
             with self.together.phase() as phase:
                 if not folder.is_dir():
                     raise CheckpointError(
                         f"{self.path} is not on a disk that all machines share: rank 0 has made "
                         f"{folder.name} beside it, and rank {self.together.rank} does not see it"
                     )
-                phase.said = _listed(self._link(sources, folder, pace))
+                phase.said = _listed(self._link(sources, folder))
             records = _joined(phase.heard)
             names = {record["file"] for record in records.values()}
             left = [wanted for wanted, _ in sources.values() if _key(wanted) not in records]
             with self.together.phase() as phase:
                 self.meter.add(_bytes_of(records))
-                written = self._write_shards(sources, left, folder, names, pace)
+                written = self._write_shards(sources, left, folder, names)
                 phase.said = _listed(written)
             records |= (found := _joined(phase.heard))
             with self.together.phase():
@@ -161,10 +149,10 @@ class Work:
                     self._write_manifest(folder, records, names)
                     stack.close()
 
-    def _link(self, sources: dict[Key, Source], folder: Path, pace: Pace) -> dict[Key, Record]:
+    def _link(self, sources: dict[Key, Source], folder: Path) -> dict[Key, Record]:
         def digest(wanted: Wanted) -> str:
             found = Hasher()
-            for chunk in pace(sources[_key(wanted)][1]()):
+            for chunk in sources[_key(wanted)][1]():
                 found.update(chunk)
             return found.hexdigest()
 
@@ -179,7 +167,6 @@ class Work:
         left: list[Wanted],
         folder: Path,
         names: set[str],
-        pace: Pace,
     ) -> dict[Key, Record]:
         """Those of this rank. `names`: of files that are there; those of all ranks are added."""
         records: dict[Key, Record] = {}
@@ -190,8 +177,8 @@ class Work:
                 continue
             with ShardWriter(folder / name, shard) as file:
                 for wanted in shard.tensors:
-                    paced = pace(self.meter(sources[_key(wanted)][1]()), file.flush)
-                    records[_key(wanted)] = file.write(wanted, paced)
+                    chunks = self.meter(sources[_key(wanted)][1]())
+                    records[_key(wanted)] = file.write(wanted, chunks)
         return records
 
     def _shards(self, left: Sequence[Wanted]) -> Iterator[tuple[int, Shard]]:

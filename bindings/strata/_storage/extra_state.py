@@ -39,10 +39,9 @@ def take_extra_state(places: Mapping[str, nn.Module]) -> dict[str, str]:
 
 
 def saved_extra_state(manifest: dict[str, Any], model: nn.Module, where: str) -> dict[str, Any]:
-    """What a manifest has; nothing in older ones. Raises CheckpointError where it is damaged, or no
-    module takes it."""
+    """What a manifest has. Raises CheckpointError where it is damaged, or no module takes it."""
     found: dict[str, Any] = {}
-    for name, text in manifest.get("extra_state", {}).items():
+    for name, text in manifest["extra_state"].items():
         try:
             found[name] = from_text(text)
         except ValueError as error:

@@ -15,10 +15,11 @@ Pure functions.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
+
+from .._schema import FormError
 
 TENSOR_KEY, TUPLE_KEY, ITEMS_KEY = "strata.tensor", "strata.tuple", "strata.items"
 OURS = frozenset({TENSOR_KEY, TUPLE_KEY, ITEMS_KEY})
@@ -78,43 +79,30 @@ def _dictionary(
 
 
 def from_json(value: Any, tensors: list[torch.Tensor]) -> Any:
-    """The inverse. REQUIRES: problems() finds none."""
+    """The inverse. Raises FormError where it contradicts the format."""
+    try:
+        return _from_json(value, tensors)
+    except RecursionError as error:
+        raise FormError("'extra' holds lists in lists without an end") from error
+
+
+def _from_json(value: Any, tensors: list[torch.Tensor]) -> Any:
     if isinstance(value, list):
-        return [from_json(each, tensors) for each in value]
+        return [_from_json(each, tensors) for each in value]
     if not isinstance(value, dict):
         return value
-    if value.keys() == {TENSOR_KEY}:
-        return tensors[value[TENSOR_KEY]]
-    if value.keys() == {TUPLE_KEY}:
-        return tuple(from_json(each, tensors) for each in value[TUPLE_KEY])
-    if value.keys() == {ITEMS_KEY}:
-        return {key: from_json(each, tensors) for key, each in value[ITEMS_KEY]}
-    return {key: from_json(each, tensors) for key, each in value.items()}
-
-
-def problems(value: Any, count: int) -> Iterator[str]:
-    """How it contradicts the format. `count`: of tensors."""
-    if isinstance(value, list):
-        for each in value:
-            yield from problems(each, count)
-    elif isinstance(value, dict):
-        inside: Any = list(value.values())
-        if value.keys() == {TENSOR_KEY}:
-            place, inside = value[TENSOR_KEY], []
-            if type(place) is not int or not 0 <= place < count:
-                yield f"extra has no tensor {place!r:.20}"
-        elif value.keys() == {TUPLE_KEY}:
-            inside = value[TUPLE_KEY]
-            if not isinstance(inside, list):
-                yield f"extra has a tuple that is {inside!r:.20}"
-                return
-        elif value.keys() == {ITEMS_KEY}:
-            pairs = value[ITEMS_KEY]
-            if not isinstance(pairs, list) or not all(map(_is_item, pairs)):
-                yield f"extra has items that are {pairs!r:.20}"
-                return
-            inside = [each for _, each in pairs]
-        yield from problems(inside, count)
+    key, inside = next(iter(value.items())) if len(value) == 1 else ("", None)
+    if key == TENSOR_KEY:
+        if type(inside) is not int or not 0 <= inside < len(tensors):
+            raise FormError(f"'extra' has no tensor {inside!r:.20}")
+        return tensors[inside]
+    if key == TUPLE_KEY and isinstance(inside, list):
+        return tuple(_from_json(each, tensors) for each in inside)
+    if key == ITEMS_KEY and isinstance(inside, list) and all(map(_is_item, inside)):
+        return {name: _from_json(each, tensors) for name, each in inside}
+    if key in OURS:
+        raise FormError(f"'extra' has {key!r} of {inside!r:.20}")
+    return {name: _from_json(each, tensors) for name, each in value.items()}
 
 
 def _is_item(pair: Any) -> bool:

@@ -31,11 +31,12 @@ import shutil
 import socket
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from .._config import machine
 from .._config.sizes import format_size
+from .._schema import Form, FormError, parsed
 
 MARKER_NAME = "strata-work.json"
 PREFIX_END = ".strata-"
@@ -45,6 +46,21 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 ATTEMPTS = 10  # to have a folder that nobody takes away before it is marked
 
 log = logging.getLogger("strata")
+
+
+@dataclass(frozen=True)
+class Marker:
+    """What is in the marker of a work folder."""
+
+    strata: str  # MARK
+    target: str
+    boot: str
+    host: str
+    pid: int
+
+
+MARK = "work folder"
+MARKER = Form(Marker)
 
 
 class SyncError(OSError):
@@ -92,13 +108,13 @@ def dead_folders(
     """
     here = _boot()
     for folder, marker in _marked(parent, target):
-        if (not here or marker.get("boot") != here) and not is_dead(folder):
+        if (not here or marker.boot != here) and not is_dead(folder):
             log.warning(
                 "%s was left by process %s of %s, before a reboot or on another machine: remove it "
                 "if nobody writes there any more",
                 folder,
-                marker.get("pid"),
-                marker.get("host"),
+                marker.pid,
+                marker.host,
             )
             continue
         with contextlib.suppress(OSError):  # removed meanwhile, or locked: somebody lives
@@ -254,20 +270,14 @@ def _boot() -> str:
 
 def _mark(folder: Path, target: str) -> int:
     """Writes the marker and returns the descriptor that holds its lock."""
-    content = {
-        "strata": "work folder",
-        "target": target,
-        "boot": _boot(),
-        "host": socket.gethostname(),
-        "pid": os.getpid(),
-    }
+    marker = Marker(MARK, target, _boot(), socket.gethostname(), os.getpid())
     # It appears locked: nobody can find a marker whose process only seems to be dead.
     temporary = folder / f"{MARKER_NAME}.tmp"
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
     try:
         with contextlib.suppress(OSError):  # no locks here: then nobody else can take one either
             fcntl.flock(descriptor, fcntl.LOCK_EX)
-        os.write(descriptor, json.dumps(content).encode())
+        os.write(descriptor, json.dumps(asdict(marker)).encode())
         os.rename(temporary, folder / MARKER_NAME)
     except BaseException:
         os.close(descriptor)
@@ -275,7 +285,7 @@ def _mark(folder: Path, target: str) -> int:
     return descriptor
 
 
-def _marked(parent: Path, target: str) -> list[tuple[Path, dict[str, Any]]]:
+def _marked(parent: Path, target: str) -> list[tuple[Path, Marker]]:
     """The work folders for `target`, with what their markers say."""
     if not parent.is_dir():
         return []
@@ -284,13 +294,9 @@ def _marked(parent: Path, target: str) -> list[tuple[Path, dict[str, Any]]]:
         if not folder.name.startswith(_prefix(target)) or folder.is_symlink():
             continue
         try:
-            marker = json.loads((folder / MARKER_NAME).read_text())
-        except (OSError, ValueError, RecursionError):
+            marker = MARKER.read(parsed((folder / MARKER_NAME).read_bytes()))
+        except (OSError, FormError):
             continue
-        if (
-            isinstance(marker, dict)
-            and marker.get("strata") == "work folder"
-            and marker.get("target") == target
-        ):
+        if marker.strata == MARK and marker.target == target:
             found.append((folder, marker))
     return found

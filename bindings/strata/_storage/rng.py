@@ -5,11 +5,12 @@ rng.restore(rng.capture())
 
 import base64
 import random
-from types import NoneType
 from typing import Any
 
 import numpy as np
 import torch
+
+from .._schema import FormError
 
 CUDA_STATE_BYTES = 16
 NUMPY_KEYS = 624
@@ -40,9 +41,9 @@ def restore(states: dict[str, Any]) -> None:
     np.random.set_state((name, np.array(values, dtype=np.uint32), place, has_gauss, cached))
 
 
-def problems(states: dict[str, Any]) -> list[str]:
-    """What of `states` could not be restored: all of it is tried on generators of its own."""
-    found = []
+def check(states: dict[str, Any]) -> None:
+    """Raises FormError for what could not be restored: all of it is tried on generators of its own.
+    REQUIRES: `states` have the types of manifests.py."""
     for name, attempt in (
         ("torch", lambda: torch.Generator().set_state(_tensor(states["torch"]))),
         ("cuda", lambda: _check_cuda(states["cuda"])),
@@ -51,15 +52,13 @@ def problems(states: dict[str, Any]) -> list[str]:
     ):
         try:
             attempt()
-        except (KeyError, TypeError, ValueError, OverflowError, RuntimeError) as error:
-            found.append(f"{name!r} is no state of its generator ({error!s:.80})")
-    return found
+        except (TypeError, ValueError, OverflowError, RuntimeError) as error:
+            why = f"rng: {name!r} is no state of its generator ({error!s:.80})"
+            raise FormError(why) from error
 
 
 def _check_cuda(states: list[str]) -> None:
     """Without a GPU to try it on: a seed of 8 bytes, and where the run was, a multiple of 4."""
-    if not isinstance(states, list):
-        raise TypeError("not a list")
     for text in states:
         state = bytes(_tensor(text).tolist())
         if len(state) != CUDA_STATE_BYTES or int.from_bytes(state[8:], "little") % 4:
@@ -67,15 +66,11 @@ def _check_cuda(states: list[str]) -> None:
 
 
 def _check_python(version: int, keys: list[int], gauss: float | None) -> None:
-    if not isinstance(gauss, float | NoneType):
-        raise TypeError("no number")
     random.Random().setstate((version, tuple(keys), gauss))
 
 
 def _check_numpy(name: str, keys: list[int], place: int, has_gauss: int, cached: float) -> None:
     # numpy itself would take any place, and read there.
-    if not all(type(value) is int for value in (*keys, place, has_gauss)):
-        raise TypeError("no whole number")
     if len(keys) != NUMPY_KEYS or not 0 <= place <= NUMPY_KEYS or has_gauss not in (0, 1):
         raise ValueError("out of range")
     state = (name, np.array(keys, dtype=np.uint32), place, has_gauss, float(cached))

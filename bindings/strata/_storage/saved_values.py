@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from .extras import from_json, problems, to_json
+from .extras import from_json, to_json
 
 SAVED_KEY = "strata.saved"
 
@@ -63,6 +63,4 @@ def from_plain(plain: Any) -> Any:
     """The inverse. Raises ValueError."""
     if isinstance(plain, dict) and plain.keys() == {SAVED_KEY}:
         return from_text(plain[SAVED_KEY])
-    for problem in problems(plain, 0):
-        raise ValueError(problem)
     return from_json(plain, [])

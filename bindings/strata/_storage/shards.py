@@ -38,10 +38,10 @@ from .checkpoint_files import (
     Record,
     TensorWriter,
     find,
-    read_manifest,
     shard_name,
     write_all,
 )
+from .manifests import read_checkpoint
 from .replacing import sync
 from .saved_file import header
 
@@ -163,15 +163,13 @@ class Earlier:
 
     @staticmethod
     def find(paths: Iterable[Path | None]) -> Earlier:
-        """The first that is complete and of this form."""
+        """The first that is a complete checkpoint."""
         for path in paths:
             folder = None if path is None else find(path)
             if folder is None:
                 continue
-            with contextlib.suppress(CheckpointError, KeyError, TypeError, AttributeError):
-                manifest = read_manifest(folder)
-                if "files" in manifest:
-                    return Earlier(folder, manifest)
+            with contextlib.suppress(CheckpointError):
+                return Earlier(folder, read_checkpoint(folder))
         return Earlier()
 
     def quiet(self, tensor: Wanted) -> bool:

@@ -22,9 +22,10 @@ from .._config.paths import AnyPath, as_path
 from .._errors import listed
 from .._runtime.wrapped import Wrapped
 from ..nn.replace import tile
-from .checkpoint_files import CheckpointError, find, read_manifest
-from .checkpoint_manifest import in_tiles, is_tiles
-from .snapshot_series import snapshots_of
+from .checkpoint_files import CheckpointError, find
+from .checkpoint_manifest import in_tiles
+from .manifests import read_layout
+from .snapshots.series import snapshots_of
 from .stored import stored_tensors
 
 log = logging.getLogger("strata")
@@ -56,28 +57,20 @@ def tile_as(
         folder = newest[-1] if newest else None
     if folder is None:
         raise CheckpointError(f"no complete checkpoint at {path}")
-    counts: dict[str, int] = {}
-    try:
-        for entry in read_manifest(folder)["params"]:
-            layer, count = entry["name"].rpartition(".")[0], entry.get("tiles", 1)
-            if not is_tiles(count):
-                raise ValueError(f"{entry['name']!r} has {count!r:.60} tiles")
-            if count > 1:
-                counts[layer] = count
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise CheckpointError(f"{folder} is a damaged checkpoint: {error!r:.200}") from error
+    params = read_layout(folder)["params"]
+    counts = {e["name"].rpartition(".")[0]: e["tiles"] for e in params if e["tiles"] > 1}
     for layer, count in counts.items():
         tile(model, layer, count, optimizer)
     return counts
 
 
 def say_of_tiles(state: Wrapped, manifest: dict[str, Any], folder: Path) -> None:
-    """Warns where the model's layers are cut otherwise than those of the run that saved it. Older
-    checkpoints do not say. REQUIRES: the manifest fits the model."""
+    """Warns where the model's layers are cut otherwise than those of the run that saved it.
+    REQUIRES: the manifest fits the model."""
     found: dict[str, str] = {}
     for tensor, entry in zip(stored_tensors(state.model), manifest["params"], strict=True):
-        there, here = entry.get("tiles"), len(tensor.parts)
-        if is_tiles(there) and there != here:
+        there, here = entry["tiles"], len(tensor.parts)
+        if there != here:
             layer = tensor.name.rpartition(".")[0]
             found[layer] = f"{layer!r}, {in_tiles(here)} here and {in_tiles(there)} there"
     if found:

@@ -27,9 +27,9 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from torch import nn
 
@@ -37,6 +37,7 @@ from .. import _core
 from .._config import device, machine
 from .._config.paths import AnyPath, as_path
 from .._runtime.wrapped import wrapped
+from .._schema import Between, Count, Form, FormError, parsed
 from .replacing import write_whole
 
 if TYPE_CHECKING:
@@ -46,12 +47,23 @@ FORMAT = "strata trace"
 VERSION = 2
 COUNT_MAX = 1 << 60
 
-TABLES: dict[str, dict[str, type]] = {
-    "units": {n: k for n, k in _core.TracedUnit.fields.items() if not n.startswith("remote_")},
-    "uses": _core.Use.fields,
-    "tensors": _core.SavedTensor.fields,
+STRUCTS: dict[str, Any] = {
+    "units": _core.TracedUnit,
+    "uses": _core.Use,
+    "tensors": _core.SavedTensor,
 }
-SINGLE = {name: kind for name, kind in _core.Trace.fields.items() if kind is not object}
+TABLES: dict[str, dict[str, type]] = {
+    name: {key: kind for key, kind in struct.fields.items() if not key.startswith("remote_")}
+    for name, struct in STRUCTS.items()
+}
+SINGLE = [name for name, kind in _core.Trace.fields.items() if kind is not object]
+Amount = Annotated[int, Between(0, COUNT_MAX)]
+Seconds = Annotated[float, Between(0, COUNT_MAX)]
+VALUES: dict[type, Any] = {int: Amount, float: Seconds, str: str, bool: bool}
+ROWS: dict[str, Form[Any]] = {
+    name: Form({key: VALUES[kind] for key, kind in fields.items()})
+    for name, fields in TABLES.items()
+}
 
 
 @dataclass(frozen=True)
@@ -62,6 +74,34 @@ class Origin:
     machine: str = ""  # what computed: a processor or a GPU
     tokens: int = 0
     shapes: list[list[int]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of values, each in the order of the fields."""
+
+    fields: list[str]
+    rows: list[list[Any]]
+
+
+@dataclass(frozen=True)
+class Content:
+    """All of a file."""
+
+    format: str
+    version: int
+    origin: Origin
+    parameters: Count
+    units_hash: str
+    moments: Amount
+    tail_seconds: Seconds
+    tail_peak_bytes: Amount
+    units: Table
+    uses: Table
+    tensors: Table
+
+
+CONTENT = Form(Content)
 
 
 @dataclass(frozen=True)
@@ -119,97 +159,51 @@ def load(path: AnyPath) -> TraceFile:
     """Reads and checks a file. Raises ValueError saying what is wrong with it, OSError where it
     cannot be read."""
     file = as_path(path)
+    raw = file.read_bytes()
     try:
-        content = json.loads(file.read_text())
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{file} is not a strata trace: it is not text") from error
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{file} is cut off, or not a strata trace: {error}") from error
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise ValueError(f"{file} is not a strata trace: its format is not {FORMAT!r}")
+        content = parsed(raw)
+        if not isinstance(content, dict) or content.get("format") != FORMAT:
+            raise FormError(f"its format is not {FORMAT!r}")
+    except FormError as error:
+        raise ValueError(f"{file} is not a strata trace: {error}") from error
     if content.get("version") != VERSION:
         raise ValueError(
             f"{file} is a strata trace of version {content.get('version')}; this strata reads "
             f"version {VERSION}: record it again"
         )
     try:
-        return _parse(content)
+        return _trace_of(CONTENT.read(content))
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from error
 
 
-def _parse(content: dict[str, Any]) -> TraceFile:
-    known = {"format", "version", "origin", "parameters", "units_hash", *SINGLE, *TABLES}
-    if different := sorted(known ^ set(content)):
-        missing = different[0] not in content
-        raise ValueError(f"{different[0]!r} is {'missing' if missing else 'unknown'}")
-    values: dict[str, Any] = {}
-    for name, kind in SINGLE.items():
-        values[name] = _checked(content[name], kind, name)
-    for name, fields in TABLES.items():
-        values[name] = _rows(content[name], fields, name)
-    trace = _made(values)
+def _trace_of(content: Content) -> TraceFile:
+    tables: dict[str, Any] = {name: _rows(getattr(content, name), name) for name in TABLES}
+    trace = _core.Trace(**{name: getattr(content, name) for name in SINGLE}, **tables)
     _check(trace)
     elements = sum(unit.elements for unit in trace.units)
-    if content["parameters"] != elements:
-        raise ValueError(f"it names {content['parameters']} parameters, its units have {elements}")
-    if content["units_hash"] != _units_hash(units_of(trace)):
+    if content.parameters != elements:
+        raise ValueError(f"it names {content.parameters} parameters, its units have {elements}")
+    if content.units_hash != _units_hash(units_of(trace)):
         raise ValueError("its units are not those that it was written with")
-    return TraceFile(trace, _origin(content["origin"]))
+    return TraceFile(trace, content.origin)
 
 
-def _made(values: dict[str, Any]) -> Trace:
-    try:
-        return _core.Trace(
-            **{name: values[name] for name in SINGLE},
-            units=[_core.TracedUnit(**row) for row in values["units"]],
-            uses=[_core.Use(**row) for row in values["uses"]],
-            tensors=[_core.SavedTensor(**row) for row in values["tensors"]],
-        )
-    except TypeError as error:
-        raise ValueError(str(error)) from error
-
-
-def _rows(table: Any, fields: Mapping[str, type], name: str) -> list[dict[str, Any]]:
-    if not isinstance(table, dict) or set(table) != {"fields", "rows"}:
-        raise ValueError(f"{name} is not a table of fields and rows")
-    names, rows = table["fields"], table["rows"]
-    if not isinstance(names, list) or sorted(map(str, names)) != sorted(fields):
-        raise ValueError(f"{name} has the fields {names}, and should have {list(fields)}")
-    if not isinstance(rows, list):
-        raise ValueError(f"{name} has no rows")
-    result = []
-    for i, row in enumerate(rows):
-        if not isinstance(row, list) or len(row) != len(names):
-            raise ValueError(f"row {i} of {name} has not {len(names)} values: {row}")
-        where = f"of row {i} of {name}"
-        result.append(
-            {
-                key: _checked(value, fields[key], f"{key} {where}")
-                for key, value in zip(names, row, strict=True)
-            }
-        )
-    return result
-
-
-def _checked(value: Any, kind: type, name: str) -> Any:
-    if kind is float and type(value) is int:
-        value = float(min(value, COUNT_MAX + 1))
-    if type(value) is not kind:
-        raise ValueError(f"{name} is {value!r}, not of type {kind.__name__}")
-    if isinstance(value, int | float) and not 0 <= value <= COUNT_MAX:  # nor NaN
-        raise ValueError(f"{name} is {value!r}, which cannot be")
-    return value
-
-
-def _origin(content: Any) -> Origin:
-    if not isinstance(content, dict) or set(content) != {
-        f.name for f in dataclasses.fields(Origin)
-    }:
-        raise ValueError(f"origin is {content!r}")
-    for name, kind in (("model", str), ("machine", str), ("tokens", int)):
-        _checked(content[name], kind, f"{name} of origin")
-    return Origin(**content)
+def _rows(table: Table, name: str) -> list[Any]:
+    """The planner's structs of a table."""
+    fields = TABLES[name]
+    if sorted(table.fields) != sorted(fields):
+        raise ValueError(f"{name} has the fields {table.fields}, and should have {list(fields)}")
+    found = []
+    for i, row in enumerate(table.rows):
+        if len(row) != len(fields):
+            raise ValueError(f"row {i} of {name} has not {len(fields)} values: {row}")
+        try:
+            values = ROWS[name].read(dict(zip(table.fields, row, strict=True)))
+            found.append(STRUCTS[name](**values))
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"row {i} of {name}: {error}") from error
+    return found
 
 
 def _check(trace: Trace) -> None:

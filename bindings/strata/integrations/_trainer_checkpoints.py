@@ -20,7 +20,7 @@ from typing import Any
 
 from .._storage.checkpoint_files import CheckpointError, find
 from .._storage.checkpoint_files import remove_checkpoint as remove_saved
-from .._storage.snapshot_series import remove_snapshot, snapshots_of
+from .._storage.snapshots.series import remove_snapshot, snapshots_of
 
 STATE_FOLDER = "strata"  # of a checkpoint
 TRAINER_STATE = "trainer_state.json"

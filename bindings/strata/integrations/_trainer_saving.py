@@ -29,9 +29,9 @@ from .._storage import rng
 from .._storage.rank_board import name_dead
 from .._storage.replacing import make_newest, writing
 from .._storage.saving import save
-from .._storage.snapshot import SnapshotHandle, snapshot_alone
-from .._storage.snapshot_load import load
-from .._storage.snapshot_series import snapshots_of
+from .._storage.snapshots.capture import SnapshotHandle, snapshot_alone
+from .._storage.snapshots.load import load
+from .._storage.snapshots.series import snapshots_of
 from ._trainer_checkpoints import (
     STATE_FOLDER,
     TRAINER_STATE,

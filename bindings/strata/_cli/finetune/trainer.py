@@ -29,7 +29,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from ..._config.choices import HOST
 from ..._runtime.wrapped import wrapped
 from ..._storage.replacing import write_text, writing
-from ..._storage.snapshot_load import load
+from ..._storage.snapshots.load import load
 from ...integrations._trainer_checkpoints import STATE_FOLDER
 from ...integrations.transformers import TrainerMixin, held
 from .interrupt import Interrupt

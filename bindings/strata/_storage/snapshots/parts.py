@@ -17,21 +17,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .checkpoint_files import BUFFER_BYTES, Record, TensorWriter
-from .large_manifest import give_way
-from .snapshot_context import Context, write_tensors
+from ..checkpoint_files import BUFFER_BYTES, Record, TensorWriter, give_way
+from .context import Context, note_steps, own_chunks, write_tensors
 
 if TYPE_CHECKING:
-    from .._core import TakenSnapshot
-
-
-def own_chunks(pages: TakenSnapshot) -> Iterator[tuple[int, dict[str, Any]]]:
-    """With their numbers: those that this rank owns, or that a process has which is alone. Other
-    threads get their turn between two."""
-    for number in range(pages.chunk_count):
-        if pages.mine(number):
-            yield number, pages.chunk(number)
-            give_way()
+    from ..._core import TakenSnapshot
 
 
 def write_part(folder: Path, rank: int, pages: TakenSnapshot, context: Context) -> None:
@@ -40,11 +30,6 @@ def write_part(folder: Path, rank: int, pages: TakenSnapshot, context: Context) 
     header |= {key: context.manifest[key] for key in ("rng", "extra")}
     with TensorWriter(_tensors(folder, rank)) as tensors:
         header["tensors"] = write_tensors(tensors, context)
-    write_lines(folder, rank, pages, header)
-
-
-def write_lines(folder: Path, rank: int, pages: TakenSnapshot, header: dict[str, Any]) -> None:
-    """The first line, and the chunks."""
     with _lines(folder, rank).open("w") as file:
         file.write(f"{json.dumps(header)}\n")
         for numbered in own_chunks(pages):
@@ -70,10 +55,7 @@ def join_part(
     says of the rank. The part's files are gone then."""
     header, chunks = read_part(folder, rank)
     for number, chunk in chunks:
-        if manifest["chunks"][number] is None:
-            manifest["chunks"][number] = chunk
-        else:  # frozen: another machine has it, too
-            manifest["copies"].append([number, chunk])
+        manifest["chunks"][number] = chunk
     note_steps(manifest, header["steps"])
     own = {key: header[key] for key in ("rng", "extra")}
     with _tensors(folder, rank).open("rb") as file:
@@ -84,13 +66,6 @@ def join_part(
         ]
     remove_part(folder, rank)
     return own
-
-
-def note_steps(manifest: dict[str, Any], steps: list[int]) -> None:
-    """`steps`: by parameter, the updates that the most of its elements have had on one rank."""
-    for place, step in enumerate(steps):
-        entry = manifest["params"][manifest["parts"][place][0]]
-        entry["step"] = max(entry["step"], step)
 
 
 def part_files(folder: Path, rank: int) -> tuple[Path, Path]:

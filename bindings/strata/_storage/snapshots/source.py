@@ -1,11 +1,11 @@
 """The pages of a snapshot that is loaded: what they must be, who reads them, and the way of what is
 in them to wherever the model has it now.
 
-    source = Source(manifest, folder, state, file)      # raises CheckpointError
+    source = Source(manifest, folder, state)            # raises CheckpointError
     source.find_pages(together)
     source.restore(state, meter, together)              # each rank what it owns
 
-The format is described in snapshot_files.py: everything in the manifest is held against it, and
+The format is described in format.py: everything in the manifest is held against it, and
 against the model, before anything is changed.
 """
 
@@ -21,26 +21,24 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from .._config.threads import Pool
-from .._errors import StrataError
-from .._optim.groups import moments_of
-from .._runtime import coded
-from .._runtime.wrapped import Wrapped
-from . import checkpoint, rng
-from .checkpoint import Meter
-from .checkpoint_files import CheckpointError, Record, TensorReader
-from .checkpoint_manifest import another, check_cuts, misfits
-from .snapshot_chunks import check_chunks, cuts_of, roles_of
-from .snapshot_elements import SLICE_ELEMENTS, Chunk, Elements, Form, slices
-from .snapshot_files import FORMATS, check_drives, drives_by_rank
-from .snapshot_form import unsound
-from .snapshot_pages import page_memory, saved_pages
-from .snapshot_upgrade import upgrade
-from .stored import StoredTensor, stored_tensors
-from .together import Together, owned
+from ..._config.threads import Pool
+from ..._errors import StrataError
+from ..._optim.groups import moments_of
+from ..._runtime import coded
+from ..._runtime.wrapped import Wrapped
+from .. import checkpoint
+from ..checkpoint import Meter
+from ..checkpoint_files import CheckpointError, Record, TensorReader
+from ..checkpoint_manifest import another, check_cuts, misfits
+from ..stored import StoredTensor, stored_tensors
+from ..together import Together, owned
+from .check import check_chunks, check_form, cuts_of, roles_of
+from .elements import SLICE_ELEMENTS, Chunk, Elements, Form, slices
+from .format import drives_by_rank
+from .pages import page_memory, saved_pages
 
 if TYPE_CHECKING:
-    from .._core import Kind, SavedPages, StoredName
+    from ..._core import Kind, SavedPages, StoredName
 
 READ_BYTES = 16 << 20  # at least, so that the disk has work until the next read begins
 READS_AHEAD = 2
@@ -62,10 +60,9 @@ class _Run:
 class Source:
     """A snapshot's pages, as a manifest that fits the model names them."""
 
-    def __init__(
-        self, manifest: dict[str, Any], folder: Path, state: Wrapped, file: TensorReader
-    ) -> None:
-        """Raises CheckpointError where the manifest contradicts its format or the model."""
+    def __init__(self, manifest: dict[str, Any], folder: Path, state: Wrapped) -> None:
+        """Raises CheckpointError where the manifest contradicts itself or the model. REQUIRES: it
+        is one of read_snapshot()."""
         self.manifest = manifest
         self.tensors = stored_tensors(state.model)
         self._where = str(folder)
@@ -74,15 +71,11 @@ class Source:
         self._page_bytes = manifest["page_bytes"]
         self.bytes = self._state_bytes(self._chunks)
         self._owned = _owned(state)
-        old_scales = None
-        if manifest["scales"] is not None:
-            file.verify([("scales", manifest["scales"])], lambda _: None)
-            old_scales = read_tensor(file, manifest["scales"] | {"shape": [-1]})
         self._folder, self._engine = folder, state.config["io_engine"]
         self._pages: dict[int, SavedPages] = {}  # by rank that had them, where they are reached
         self._readers: dict[int, int] = {}  # likewise: who reads for all; none: each for itself
         self._others = torch.empty(SLICE_ELEMENTS, dtype=torch.float32)  # nobody reads them
-        self._elements = Elements(manifest["moment_dtype"], self._fail, old_scales)
+        self._elements = Elements(manifest["moment_dtype"], self._fail)
         self.scales = self._elements.scales
         self._scale_page: Pages = {}  # the last one that was read alone
         self._reading = threading.Lock()  # the next chunks, or scales
@@ -92,26 +85,13 @@ class Source:
 
     def _check(self, state: Wrapped) -> None:
         manifest = self.manifest
-        if manifest.get("snapshot") not in FORMATS:
-            raise CheckpointError(
-                f"{self._where} is a snapshot of version {manifest.get('snapshot')!r:.20}; this "
-                f"strata reads 1 to {FORMATS[-1]}"
-            )
-        check_drives(manifest, Path(self._where))
-        for problem in unsound(manifest):
-            self._fail(problem)
-        try:
-            wanted = checkpoint.wanted_of(state)
-            problems = misfits(manifest, wanted) + rng.problems(manifest["rng"])
-            if not problems:
-                upgrade(manifest)
-                check_chunks(manifest, self.tensors, self._fail)
-                check_cuts(cuts_of(manifest, self.tensors), wanted["params"], self._where)
-        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-            raise CheckpointError(f"{self._where} is a damaged snapshot: {error!r:.80}") from error
-        if problems:
+        check_form(manifest, self._fail)
+        wanted = checkpoint.wanted_of(state)
+        if problems := misfits(manifest, wanted):
             told = another(manifest, wanted, "; ".join(problems[:4]))
             raise CheckpointError(f"{self._where} {told}")
+        check_chunks(manifest, self.tensors, self._fail)
+        check_cuts(cuts_of(manifest, self.tensors), wanted["params"], self._where)
 
     def find_pages(self, together: Together) -> None:
         """Opens the page files that can be reached. All ranks call it. Raises CheckpointError."""

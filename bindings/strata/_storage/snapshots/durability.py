@@ -25,14 +25,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .._errors import StrataError
-from .checkpoint_files import complete_at
-from .replacing import SyncError
-from .snapshot_files import LINKS
-from .snapshot_series import snapshots_of
+from ..._errors import StrataError
+from ..checkpoint_files import complete_at
+from ..replacing import SyncError
+from .format import LINKS
+from .series import snapshots_of
 
 if TYPE_CHECKING:
-    from .._core import Session
+    from ..._core import Session
 
 NOTHING_WAS_SYNCED = (0, errno.EMFILE)  # the session has ended; no descriptor was left
 
@@ -101,8 +101,8 @@ class Durability:
             "kernel tells of lost writes once, so later snapshots of this run could hold pages "
             "that are not on the drive: there are none from here on. What is trained in memory "
             f"goes on being right. {go_on}. Stop, look at the drive (dmesg, smartctl), and go on "
-            "from that snapshot with strata.load() in a new run; strata.save() with wait=True to "
-            "another drive keeps what there is now, verified"
+            "from that snapshot with strata.load() in a new run; strata.save() to another "
+            "drive keeps what there is now, verified"
         )
 
     def _newest_durable(self, series: Path) -> Path | None:

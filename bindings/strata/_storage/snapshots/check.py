@@ -1,54 +1,77 @@
-"""What the manifest of a snapshot must say of its pages, and of what lies in them, before anything
-is loaded by it.
+"""What the manifest of a snapshot must say, beside its types (../manifests.py), before anything is
+loaded by it.
 
-    check_chunks(manifest, tensors, fail)           # fail(why) raises
+    check_form(manifest, fail)                      # fail(why) raises
+    check_chunks(manifest, tensors, fail)
+
+Pure functions.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any, NoReturn
 
-from .._config.choices import DTYPES
-from .snapshot_files import ROLES, all_chunks, bytes_held
-from .snapshot_form import ALIGNMENT, ELEMENT_BYTES, MOMENT_BLOCK
-from .stored import StoredTensor
+import torch
 
-RULES = ("adamw", "adam", "sgd", "lion", "adagrad", "foreign")
+from ..stored import StoredTensor
+from .format import ALIGNMENT, ELEMENT_BYTES, MOMENT_BLOCK, ROLES, bytes_held
 
 Manifest = dict[str, Any]
 Fail = Callable[[str], NoReturn]
 
 
+def check_form(manifest: dict[str, Any], fail: Fail) -> None:
+    """Calls `fail` where it contradicts the format, whatever the model."""
+    others = manifest.get("others", [])
+    _check_ranks(manifest, 1 + len(others), fail)
+    buffers = [entry["tensors"][0] | {"shape": entry["shape"]} for entry in manifest["buffers"]]
+    tensors = [record for said in (manifest, *others) for record in said["tensors"]]
+    for record in [*buffers, *tensors]:
+        if not _fits(record, manifest["bytes"]):
+            fail(f"a tensor lies where it cannot: {record!r:.80}")
+
+
+def _check_ranks(manifest: dict[str, Any], said: int, fail: Fail) -> None:
+    """`said`: of how many ranks it has random states."""
+    several = "ranks" in manifest
+    ranks = len(manifest["ranks"]) if several else 1
+    if ranks != said:
+        fail(f"it has drives of {ranks} ranks, and says something of {said}")
+    unsaid = -1 if several else 0
+    if not all(chunk.get("rank", unsaid) in range(ranks) for chunk in manifest["chunks"]):
+        fail("a chunk is of no rank")
+
+
+def _fits(record: dict[str, Any], end: int) -> bool:
+    """Whether a tensor of this dtype and shape has as many bytes, and they are in the file."""
+    dtype = getattr(torch, record["dtype"], None)
+    if not isinstance(dtype, torch.dtype) or record["offset"] + record["bytes"] > end:
+        return False
+    return bool(record["bytes"] == math.prod(record["shape"]) * dtype.itemsize)
+
+
 def check_chunks(manifest: Manifest, tensors: list[StoredTensor], fail: Fail) -> None:
-    """Every element of every tensor is there once, in pages that no other chunk has; and copies, of
-    what is frozen, have the same elements."""
+    """Every element of every tensor is there once, in pages that no other chunk has."""
     covered: list[list[tuple[int, int]]] = [[] for _ in tensors]
     taken: dict[int, set[int]] = {}  # slots, by rank
     of_scales: dict[int, set[int]] = {}  # likewise; chunks share them
     size = manifest["page_bytes"]
-    if manifest["moment_dtype"] not in ELEMENT_BYTES:
-        fail(f"its moments are {manifest['moment_dtype']!r:.20}")
-    for number, chunk in enumerate(all_chunks(manifest)):
-        for part, first, count, at, step in chunk["runs"]:
-            tensor, begin = manifest["parts"][part]
-            numbers = (part, first, at, tensor, begin, count, step)
-            if not all(type(n) is int and 0 <= n < 1 << 53 for n in numbers) or count == 0:
-                fail("a run has a number that is no place")
-            if number < len(manifest["chunks"]):
-                covered[tensor].append((begin + first, count))
-    for number, chunk in manifest["copies"]:
-        tensors_of = {manifest["parts"][run[0]][0] for run in chunk["runs"]}
-        trained = any(manifest["params"][tensor]["trainable"] for tensor in tensors_of)
-        if trained or chunk["runs"] != manifest["chunks"][number]["runs"]:
-            fail("a copy of a chunk holds other elements, or what is trained")
-    for chunk in all_chunks(manifest):
+    parts = manifest["parts"]
+    if any(tensor >= len(tensors) for tensor, _ in parts):
+        fail("a part is of no parameter")
+    for chunk in manifest["chunks"]:
+        for part, first, count, *_ in chunk["runs"]:
+            if part >= len(parts):
+                fail("a run is of no part")
+            tensor, begin = parts[part]
+            covered[tensor].append((begin + first, count))
+    for chunk in manifest["chunks"]:
         mine: set[int] = set()
         slots = taken.setdefault(chunk.get("rank", 0), set())
         end = max((run[3] + run[2] for run in chunk["runs"]), default=0)
-        if chunk["param"] is None:
-            fail("a chunk has no parameters")
         if not _has_scales(manifest, chunk, end):
             fail("the scales of a chunk lie nowhere")
         if (page := chunk["scale_page"]) is not None:
@@ -67,11 +90,6 @@ def check_chunks(manifest: Manifest, tensors: list[StoredTensor], fail: Fail) ->
             end += count
         if end != tensor_.numel:
             fail(f"{tensor_.name!r} has {end} elements of {tensor_.numel}")
-    for entry in manifest["params"]:
-        if entry["rule"] not in RULES or entry["dtype"] not in DTYPES:
-            fail(f"{entry['name']!r} has an unknown rule or dtype")
-        if type(entry["step"]) is not int or not 0 <= entry["step"] < 1 << 53:
-            fail(f"{entry['name']!r} made {entry['step']!r:.20} steps")
 
 
 def cuts_of(manifest: Manifest, tensors: list[StoredTensor]) -> list[list[int]]:
@@ -84,15 +102,14 @@ def cuts_of(manifest: Manifest, tensors: list[StoredTensor]) -> list[list[int]]:
 
 def _has_scales(manifest: Manifest, chunk: dict[str, Any], elements: int) -> bool:
     """Whether those of so many elements are there, of every moment that has them."""
-    old, size = manifest["scales"], -(-elements // MOMENT_BLOCK) * 2
+    page, size = chunk["scale_page"], -(-elements // MOMENT_BLOCK) * 2
     moments = sum(chunk[role] is not None for role in ROLES[2:])
     if manifest["moment_dtype"] == "block8" and len(chunk["scales"]) < moments:
         return False
-    if chunk["scale_page"] is None and old is None:
+    if page is None:
         return not chunk["scales"]
-    page = chunk["scale_page"]
-    end = old["bytes"] if page is None else bytes_held(page, manifest["page_bytes"])
-    return all(type(first) is int and 0 <= first <= end - size for first in chunk["scales"])
+    end = bytes_held(page, manifest["page_bytes"])
+    return all(first <= end - size for first in chunk["scales"])
 
 
 def _check_role(
@@ -101,8 +118,7 @@ def _check_role(
     """The slots of a role of a chunk, which has elements up to `end`."""
     per_page, begin, pages = chunk[role]
     size = manifest["page_bytes"]
-    sound = all(type(n) is int for n in (per_page, begin, size))
-    if not sound or not 0 < per_page <= 2 * size or not 0 <= begin < size:  # codes have 4 bits
+    if per_page > 2 * size or begin >= size:  # codes have 4 bits
         fail("pages of no size, or with places beyond it")
     if end > per_page * len(pages):
         fail("a chunk has elements without pages")
@@ -125,14 +141,12 @@ def _is_coded(manifest: Manifest, chunk: dict[str, Any]) -> bool:
     return any("stored" in manifest["params"][tensor] for tensor in tensors)
 
 
-def _check_pages(pages: list[Any], slots: set[int], size: Any, fail: Fail) -> set[int]:
+def _check_pages(pages: list[Any], slots: set[int], size: int, fail: Fail) -> set[int]:
     """Their slots, of which none may be in `slots`, or there twice."""
     found = set()
     for page in pages:
         if page is None:
             continue
-        if len(page) not in (3, 4) or not all(type(n) is int and n >= 0 for n in page):
-            fail("a page has no slot, version and checksum")
         if page[3:] and (not 0 < page[3] < size or page[3] % ALIGNMENT != 0):
             fail("a page has a number of bytes that none has")
         if page[0] in slots or page[0] in found:

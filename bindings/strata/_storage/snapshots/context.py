@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .._optim.groups import moments_of
-from .._runtime.wrapped import Wrapped
-from . import rng
-from .checkpoint import (
+from ..._optim.groups import moments_of
+from ..._runtime.wrapped import Wrapped
+from .. import rng
+from ..checkpoint import (
     buffer_entries,
     check_dense,
     dtype_name,
@@ -25,12 +26,15 @@ from .checkpoint import (
     plain_groups,
     raw_bytes,
 )
-from .checkpoint_files import Record, TensorWriter
-from .extra_state import take_extra_state
-from .extras import to_json
-from .registrations import Contents
-from .snapshot_files import FORMAT
-from .stored import StoredTensor, stored_tensors
+from ..checkpoint_files import Record, TensorWriter, give_way
+from ..extra_state import take_extra_state
+from ..extras import to_json
+from ..registrations import Contents
+from ..stored import StoredTensor, stored_tensors
+from .format import FORMAT
+
+if TYPE_CHECKING:
+    from ..._core import TakenSnapshot
 
 
 @dataclass
@@ -118,3 +122,19 @@ def write_tensors(file: TensorWriter, context: Context) -> list[Record]:
         | {"shape": list(value.shape)}
         for value in context.tensors
     ]
+
+
+def own_chunks(pages: TakenSnapshot) -> Iterator[tuple[int, dict[str, Any]]]:
+    """With their numbers: those that this rank owns, or that a process has which is alone. Other
+    threads get their turn between two."""
+    for number in range(pages.chunk_count):
+        if pages.mine(number):
+            yield number, pages.chunk(number)
+            give_way()
+
+
+def note_steps(manifest: dict[str, Any], steps: list[int]) -> None:
+    """`steps`: by parameter, the updates that the most of its elements have had on one rank."""
+    for place, step in enumerate(steps):
+        entry = manifest["params"][manifest["parts"][place][0]]
+        entry["step"] = max(entry["step"], step)

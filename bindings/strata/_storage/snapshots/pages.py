@@ -3,7 +3,7 @@
     slots = slots_of(manifest)
     copy_snapshot(folder, to)
 
-The format is described in snapshot_files.py.
+The format is described in format.py.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
-from .._core import SavedPages
-from .._errors import StrataError
-from .checkpoint_files import (
+from ..._core import SavedPages
+from ..._errors import StrataError
+from ..checkpoint_files import (
     MANIFEST_NAME,
     STATE_NAME,
     CheckpointError,
@@ -27,16 +27,14 @@ from .checkpoint_files import (
     replace_folder,
     write_manifest,
 )
-from .replacing import sync, writing
-from .snapshot_files import (
-    FORMAT,
+from ..replacing import sync, writing
+from .format import (
+    ALIGNMENT,
     ROLES,
-    all_chunks,
     bytes_held,
     drives_by_rank,
     read_snapshot,
 )
-from .snapshot_form import ALIGNMENT
 
 Slot = tuple[int, int, int, int]
 """With the version, the checksum and the number of the bytes in it."""
@@ -94,10 +92,6 @@ def copy_snapshot(folder: Path, to: Path) -> None:
     manifest = read_snapshot(folder)
     if to.exists():
         raise CheckpointError(f"{to} exists")
-    manifest.pop("copies", None)
-    for rank, here in enumerate(lies_here(manifest, folder)):
-        if not here and "machines" in manifest:
-            raise CheckpointError(unreachable(manifest, folder, rank, "nobody here"))
     try:
         with replace_folder(to) as new:
             names: list[str] = []
@@ -111,8 +105,6 @@ def copy_snapshot(folder: Path, to: Path) -> None:
                 raise CheckpointError(f"another snapshot took the place of {folder}")
             manifest["drives"] = [{"folder": "", "file": name} for name in names]
             manifest["id"] = secrets.token_hex(8)
-            if manifest.pop("machines", None) is not None:
-                manifest["snapshot"] = FORMAT
             write_manifest(new, manifest)
     except (StrataError, OSError, CheckpointError) as error:
         if not (folder / MANIFEST_NAME).is_file():
@@ -143,34 +135,14 @@ def _verified(manifest: dict[str, Any], folder: Path, rank: int) -> Read:
     return read
 
 
-def lies_here(manifest: dict[str, Any], folder: Path) -> list[bool]:
-    """By rank: whether the page files that it had are seen here."""
-    return [
-        all(Path(drive["folder"] or folder, drive["file"]).is_file() for drive in drives)
-        for drives in drives_by_rank(manifest)
-    ]
-
-
-def unreachable(manifest: dict[str, Any], folder: Path, rank: int, who: str) -> str:
-    """What to say where `who` does not see them."""
-    drives = drives_by_rank(manifest)[rank]
-    where = " and ".join(drive["folder"] or str(folder) for drive in drives)
-    machine = manifest["machines"][rank] if "machines" in manifest else "its machine"
-    return (
-        f"pages of rank {rank} are on {machine} in {where}, which {who} sees: start a rank on "
-        f"{machine} too, or mount that folder here under the same path. What strata.save() writes "
-        "needs neither, nor what `strata snapshots copy` writes where all of them are seen"
-    )
-
-
 def page_paths(manifest: dict[str, Any], folder: Path) -> list[str]:
     """Of the page files."""
     return [os.path.join(d["folder"] or folder, d["file"]) for d in manifest["drives"]]
 
 
 def slots_of(manifest: dict[str, Any], rank: int = 0) -> list[Slot]:
-    """Every slot that holds a page of a rank's, once. Raises ValueError where one makes no sense.
-    REQUIRES: "page_bytes" and "chunks" are there."""
+    """Every slot that holds a page of a rank's, once. REQUIRES: "page_bytes" and "chunks" are there
+    and have the form of manifests.py."""
     found: dict[int, Slot] = {}
     for page in _pages_of(manifest, rank):
         slot, version, checksum = page[:3]
@@ -187,9 +159,8 @@ def bytes_of(manifest: dict[str, Any]) -> int:
 def _pages_of(manifest: dict[str, Any], rank: int) -> list[list[int]]:
     """Of every page that a rank has, what the manifest says; of one that chunks share, for each of
     them."""
-    old = manifest.get("scales")
-    pages = list(old) if isinstance(old, list) else []
-    for chunk in all_chunks(manifest):
+    pages: list[list[int]] = []
+    for chunk in manifest["chunks"]:
         if chunk.get("rank", 0) != rank:
             continue
         for role in ROLES:

@@ -4,7 +4,7 @@
     for at, count in slices(chunk, run_at, run_count):
         values = elements.read(chunk, page, number, form, at, count)    # valid until the next ones
 
-`chunk` is one as snapshot_files.py describes it, and `page` gives the page in a slot. Number 0 is
+`chunk` is one as format.py describes it, and `page` gives the page in a slot. Number 0 is
 the master, 1 and 2 are the moments. Use from one thread.
 
 Note [Slices]. Values pass through memory of their own on the way from their pages to where they go.
@@ -20,14 +20,13 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch
 
-from .._core import join_master, load_moments, packing
-from .._runtime import coded
-from .snapshot_chunks import roles_of
-from .snapshot_files import ROLES
-from .snapshot_form import ELEMENT_BYTES, MOMENT_BLOCK
+from ..._core import join_master, load_moments, packing
+from ..._runtime import coded
+from .check import roles_of
+from .format import ELEMENT_BYTES, MOMENT_BLOCK, ROLES
 
 if TYPE_CHECKING:
-    from .._core import DtypeName, StoredName
+    from ..._core import DtypeName, StoredName
 
 SLICE_ELEMENTS = 1 << 16
 
@@ -61,16 +60,9 @@ def slices(chunk: Chunk, at: int, count: int) -> Iterator[tuple[int, int]]:
 class Elements:
     """Of one snapshot. Memory used: a slice."""
 
-    def __init__(
-        self,
-        moment_dtype: MomentDtype,
-        fail: Callable[[str], NoReturn],
-        old_scales: torch.Tensor | None = None,
-    ) -> None:
-        """`fail(why)` raises: the snapshot contradicts itself. `old_scales`: all of them, of a
-        snapshot of version 1."""
+    def __init__(self, moment_dtype: MomentDtype, fail: Callable[[str], NoReturn]) -> None:
+        """`fail(why)` raises: the snapshot contradicts itself."""
         self._moment_dtype: MomentDtype = moment_dtype
-        self._old_scales = old_scales
         self._fail = fail
         self._values = torch.empty(SLICE_ELEMENTS, dtype=torch.float32)
 
@@ -133,7 +125,7 @@ class Elements:
     def scales(self, chunk: Chunk, page: Page, moment: int, at: int, count: int) -> torch.Tensor:
         """Those of elements of a moment: bytes of the page that has them."""
         held, size = chunk["scale_page"], 2 * -(-count // MOMENT_BLOCK)
-        found = self._old_scales if held is None else page(held[0])
+        found = None if held is None else page(held[0])
         first = chunk["scales"][moment] + at // MOMENT_BLOCK * 2
         if found is None or at % MOMENT_BLOCK or first + size > found.numel():
             self._fail("scales are missing")

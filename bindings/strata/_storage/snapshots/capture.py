@@ -6,8 +6,8 @@
 
 What rests on the SSD is not copied: its slots are held, and later writes go elsewhere
 (engine/snapshots.hpp). A thread then waits for what is still to be written, makes it durable, links
-the page files, and writes the manifest last (snapshot_writer.py). The format is described in
-snapshot_files.py.
+the page files, and writes the manifest last (commit.py; several ranks: ranks.py). The format is
+described in format.py.
 
 Use from the thread that trains. The background thread knows the session and plain values only.
 """
@@ -24,20 +24,20 @@ from typing import Any
 
 from torch import nn
 
-from .._config.paths import AnyPath, as_path
-from .._config.threads import Pool
-from .._errors import StrataError
-from .._runtime.wrapped import Wrapped, wrapped
+from ..._config.paths import AnyPath, as_path
+from ..._config.threads import Pool
+from ..._errors import StrataError
+from ..._runtime.wrapped import Wrapped, wrapped
+from ..rank_board import Board
+from ..rank_calls import Call, Calls
+from ..registrations import Contents
+from ..together import Together
+from .commit import Asked, Commit
+from .context import Form, form_of, take_context
 from .durability import Durability
-from .held_state import Holder
-from .rank_board import Board
-from .rank_calls import Call, Calls
-from .registrations import Contents
-from .snapshot_context import Form, form_of, take_context
-from .snapshot_kept import KeptSnapshots
-from .snapshot_series import check_series, recover, step_folder
-from .snapshot_writer import Asked, Writer
-from .together import Together
+from .kept import KeptSnapshots
+from .ranks import RankCommit
+from .series import check_series, recover, step_folder
 
 NAME = "strata.snapshot()"
 KEEP_MAX = 1 << 20
@@ -100,9 +100,7 @@ def snapshot(
     Of several ranks each one calls it, with the same path and `keep`, behind the same step; each
     keeps what it owns, and rank 0 writes the one manifest when all have. It loads under any number
     of ranks. It has the random states and `extra` of each rank, and buffers of rank 0. Where a rank
-    fails or dies, older snapshots are as they were. A machine that does not see the folder that
-    rank 0 writes to has a copy of the manifest at its own `path`, and pages stay on the drives of
-    the machine whose ranks own them: it loads where all of these run.
+    fails or dies, older snapshots are as they were.
 
     The page files of `ssd_path` are linked, so they outlive the run; where the file system has no
     links, pages are copied into the folder. The first snapshot sets room on the SSD aside: `keep` +
@@ -197,10 +195,10 @@ class Taker:
         self._unclean = True
         self._handles: list[SnapshotHandle] = []  # not seen to be complete, the oldest first
         self.durability = Durability(self._drives)
-        self.holder = Holder(state, self._drives, self.durability)
         # Its thread ends what was begun before the interpreter goes.
         self._pool = Pool("strata-snapshot")
-        state.before_close += [self._pool.shutdown, self.holder.shutdown]
+        state.before_close.append(self._pool.shutdown)
+        self._drains = state.config["update"] == "lock_free"  # and the log is still to say so
         self._form = Form([], [])
         self._board = Board.of(state, "snapshots")
         self.calls = Calls(self._board, NAME)
@@ -211,14 +209,13 @@ class Taker:
         """Raises what one failed with, once. Several ranks log it: not all of them may know yet,
         and where one raised, the next snapshot of all would fail by that."""
         try:
-            self.holder.raise_failure()
             for handle in [h for h in self._handles if h.done]:
                 self._handles.remove(handle)
                 handle.raise_failure()
         except (RuntimeError, OSError) as error:
             if self._board is None:
                 raise
-            log.error("a snapshot, or a save, has failed: %s", error)
+            log.error("a snapshot has failed: %s", error)
 
     def finish(self) -> None:
         """Waits for all of them. Raises nothing: what is not complete is not there."""
@@ -271,7 +268,10 @@ class Taker:
         if self._unsure:
             self._drop_lost()
         self._unsure = True
-        number = self.holder.begin(complete)
+        if self._drains:
+            log.info("LockFree: a snapshot first lets the updates that were released end")
+            self._drains = False
+        number = self._session.begin_snapshot(complete)
         self._known, self._unsure = number, False
         asked = Asked(number, folder, keep, context, self._form)
         try:
@@ -298,10 +298,10 @@ class Taker:
         state.contents = contents
 
     def _drop_lost(self) -> None:
-        """Gives up those whose numbers an exception has lost. The holder knows its own, and those
-        of an earlier run have numbers of their own."""
+        """Gives up those whose numbers an exception has lost. Those of an earlier run have numbers
+        of their own."""
         begun = self._session.snapshots_begun()
-        known = self.kept.numbers() | {self.holder.number}
+        known = self.kept.numbers()
         for number in range(self._known + 1, begun + 1):
             if number not in known:
                 self._session.drop_snapshot(number)
@@ -315,11 +315,11 @@ class Taker:
             call.hear()
             cleans, self._unclean = self._unclean, False
             with self.durability.watch(folder.parent):
-                writer = Writer(
-                    self._session, self._drives, self.kept, self.durability, asked,
-                    call.together, self._board,
-                )  # fmt: skip
-                writer.write(cleans)
+                commit = Commit(self._session, self._drives, self.kept, self.durability, asked)
+                if self._board is None:
+                    commit.run(cleans)
+                else:
+                    RankCommit(commit, call.together).run(cleans)
         except BaseException as error:
             log.warning("the snapshot at %s has failed: %s", folder, error)
             self._unclean = True
@@ -330,12 +330,6 @@ class Taker:
             future.set_exception(error)
         else:
             future.set_result(None)
-
-    def make_room_to_hold(self) -> None:
-        """Room for what self.holder is to hold. Raises StrataError where there can be none."""
-        self.finish()
-        self.kept.drop_removed()
-        self.holder.make_room(len(self.kept))
 
     def tidy(self, together: Together) -> None:
         """Removes what killed processes left on the drives, ahead of what looks at the links there.

@@ -5,7 +5,7 @@
     remove_snapshot(folder)
     clean_up(drives)                                            # what killed processes left
 
-The format is described in snapshot_files.py.
+The format is described in format.py.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from .checkpoint_files import (
+from ..checkpoint_files import (
     MANIFEST_NAME,
     NEW_NAME,
     OLD_NAME,
@@ -27,11 +27,11 @@ from .checkpoint_files import (
     replace_folder,
     tidy,
 )
-from .replacing import make_newest, sync, targets_of_work
-from .snapshot_files import LINKS, REMOVED_NAME, check_drives, id_at, links_at, read_snapshot
-from .snapshot_links import mark_complete, mark_pending, pending_on, remove_halves, remove_links
-from .ssd_folders import rank_folders
-from .together import Together
+from ..replacing import make_newest, sync, targets_of_work
+from ..ssd_folders import rank_folders
+from ..together import Together
+from .format import LINKS, REMOVED_NAME, check_drives, id_at, links_at, read_places
+from .links import mark_complete, mark_pending, pending_on, remove_halves, remove_links
 
 STEP_NAME = re.compile(r"step-(\d{6,12})")
 
@@ -150,7 +150,7 @@ def remove_snapshot(folder: Path) -> None:
     """Removes a snapshot: its manifest first, so that none is there in part. Other files in its
     folder stay. Raises CheckpointError where it is none."""
     folder = Path(os.path.realpath(folder))  # whoever goes on with it may have another directory
-    manifest = read_snapshot(folder)
+    manifest = read_places(folder)
     drives = [d["folder"] for d in manifest["drives"] if d["folder"]]
     mark_pending(drives, manifest["id"], folder)
     os.replace(folder / MANIFEST_NAME, folder / REMOVED_NAME)

@@ -1,4 +1,4 @@
-"""Loading snapshots: the session goes on from their pages where they lie (snapshot_adopt.py), or
+"""Loading snapshots: the session goes on from their pages where they lie (adopt.py), or
 they are read, verified, and written to wherever the model has them now.
 
     extra = load(model, "runs/llama")                # a series, one of its folders, or a checkpoint
@@ -17,21 +17,22 @@ from typing import Any
 
 from torch import nn
 
-from .._config.paths import AnyPath, as_path
-from .._runtime.wrapped import Wrapped, wrapped
-from . import checkpoint
-from .checkpoint import Meter, Progress
-from .checkpoint_files import TensorReader, find, read_manifest
-from .extra_state import saved_extra_state, set_extra_state
-from .extras import from_json
-from .snapshot import taker_of
-from .snapshot_adopt import adopt
-from .snapshot_files import is_snapshot
-from .snapshot_series import snapshots_of
-from .snapshot_source import Source, read_tensor
-from .stored import persistent_buffers
-from .tiled import say_of_tiles
-from .together import Together
+from ..._config.paths import AnyPath, as_path
+from ..._runtime.wrapped import Wrapped, wrapped
+from .. import checkpoint, rng
+from ..checkpoint import Meter, Progress
+from ..checkpoint_files import STATE_NAME, TensorReader, find, read_manifest
+from ..extra_state import saved_extra_state, set_extra_state
+from ..extras import from_json
+from ..manifests import damaged
+from ..stored import persistent_buffers
+from ..tiled import say_of_tiles
+from ..together import Together
+from .adopt import adopt
+from .capture import taker_of
+from .format import is_snapshot, read_snapshot
+from .series import snapshots_of
+from .source import Source, read_tensor
 
 log = logging.getLogger("strata")
 
@@ -64,7 +65,6 @@ def load(model: nn.Module, path: AnyPath, *, progress: Progress | None = None) -
         if state.snapshots is not None:  # what is under way may be what is asked for, or remove it
             state.hooks.reset()  # raises in a forked child, which has none of the threads
             state.snapshots.finish()
-            state.snapshots.holder.finish()
     snapshot = _find(state, Path(os.path.realpath(place)), together)
     if snapshot is None:
         return checkpoint.load(model, place, progress=progress)
@@ -89,9 +89,10 @@ def _load_snapshot(
     with contextlib.ExitStack() as stack:
         # 1. All ranks have found the same, and it fits.
         with together.phase() as phase:
-            file = stack.enter_context(TensorReader(folder))
-            manifest = file.manifest
-            source = Source(manifest, folder, state, file)
+            manifest = read_snapshot(folder)
+            sizes = {STATE_NAME: manifest["bytes"]}
+            file = stack.enter_context(TensorReader(folder, sizes))
+            source = Source(manifest, folder, state)
             say_of_tiles(state, manifest, folder)
             groups = checkpoint.merged_groups(state, manifest["groups"], folder)
             of_modules = saved_extra_state(manifest, state.model, str(folder))
@@ -101,9 +102,10 @@ def _load_snapshot(
             records += [("extra", record) for record in own["tensors"]]
             meter = Meter(progress, source.bytes)
             file.verify(records, lambda _: None)
-            extra = from_json(
-                own["extra"], [read_tensor(file, record) for record in own["tensors"]]
-            )
+            tensors = [read_tensor(file, record) for record in own["tensors"]]
+            with damaged(f"{folder} is a damaged snapshot"):
+                rng.check(own["rng"])
+                extra: dict[str, Any] = from_json(own["extra"], tensors)
             phase.said = manifest.get("id")
         together.agree("snapshots", phase.heard)
         source.find_pages(together)

@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .checkpoint_files import MANIFEST_NAME, CheckpointError, complete_at
-from .snapshot_series import finish_removals, remove_snapshot, snapshots_of
+from ..checkpoint_files import MANIFEST_NAME, CheckpointError, complete_at
+from .series import finish_removals, remove_snapshot, snapshots_of
 
 if TYPE_CHECKING:
-    from .._core import Session
+    from ..._core import Session
 
 log = logging.getLogger("strata")
 

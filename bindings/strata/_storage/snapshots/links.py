@@ -7,7 +7,7 @@
 
 An owner that is pending says: nobody knows whether the manifest counts. It is written ahead of the
 first link, and so is every change that ends with links removed. The format is described in
-snapshot_files.py.
+format.py.
 """
 
 from __future__ import annotations
@@ -16,14 +16,26 @@ import contextlib
 import json
 import os
 import secrets
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
-from .replacing import HALF_END, make_folder, sync, write_whole
-from .snapshot_files import ID, LINKS, id_at, is_path
+from ..._schema import Form, FormError, parsed
+from ..replacing import HALF_END, make_folder, sync, write_whole
+from .format import ID, LINKS, id_at, is_path
 
 OWNER_MARK = "links of a snapshot"
 
+
+@dataclass(frozen=True)
+class _Owner:
+    """Whose the links of an id are, as its file says."""
+
+    strata: str  # OWNER_MARK
+    folder: str
+    pending: bool
+
+
+OWNER = Form(_Owner)
 _under_way: set[str] = set()  # ids that this process has not finished
 
 
@@ -139,8 +151,8 @@ def _folders_on(drive: Path, pending: bool) -> dict[str, Path]:
     found = {}
     for entry in sorted((drive / LINKS).glob("*.json")):
         owner = _owner(entry)
-        if owner is not None and owner["pending"] == pending:
-            found[entry.stem] = Path(owner["folder"])
+        if owner is not None and owner.pending == pending:
+            found[entry.stem] = Path(owner.folder)
     return found
 
 
@@ -153,7 +165,7 @@ def link_owner(drive: Path, identity: str) -> Path | None:
     """The folder of the snapshot that has links on the drive; None: nobody says, or it is not
     complete."""
     owner = _owner(_owner_path(drive, identity))
-    return None if owner is None or owner["pending"] else Path(owner["folder"])
+    return None if owner is None or owner.pending else Path(owner.folder)
 
 
 def _owner_path(drive: Path, identity: str) -> Path:
@@ -161,20 +173,15 @@ def _owner_path(drive: Path, identity: str) -> Path:
 
 
 def _write_owner(drive: Path, identity: str, folder: Path, pending: bool) -> None:
-    content = {"strata": OWNER_MARK, "folder": str(folder), "pending": pending}
-    write_whole(_owner_path(drive, identity), json.dumps(content))
+    owner = _Owner(OWNER_MARK, str(folder), pending)
+    write_whole(_owner_path(drive, identity), json.dumps(asdict(owner)))
 
 
-def _owner(path: Path) -> dict[str, Any] | None:
+def _owner(path: Path) -> _Owner | None:
     """What is said of links; None where they are not ours."""
     try:
-        owner = json.loads(path.read_text())
-    except (OSError, ValueError, RecursionError):
+        owner = OWNER.read(parsed(path.read_bytes()))
+    except (OSError, FormError):
         return None
-    kinds = {"folder": str, "pending": bool}
-    if not ID.fullmatch(path.stem) or not isinstance(owner, dict):
-        return None
-    if owner.get("strata") != OWNER_MARK:
-        return None
-    sound = all(isinstance(owner.get(k), t) for k, t in kinds.items())
-    return owner if sound and is_path(owner["folder"]) else None
+    sound = ID.fullmatch(path.stem) and owner.strata == OWNER_MARK and is_path(owner.folder)
+    return owner if sound else None

@@ -3,11 +3,11 @@
     runs/llama/step-000500/manifest.json, state.bin         # a folder of the series "runs/llama"
     /mnt/nvme/strata-snapshots/<id>-0.pages, <id>.json      # on each drive: a link, and whose it is
 
-Format, version 9. The folder is a checkpoint's (checkpoint.py), but most tensors lie in pages:
+Format, version 9. The folder is a checkpoint's (../checkpoint.py), but most tensors lie in pages:
 
     state.bin      bytes that are in no page, one behind the other: the persistent buffers, and
                    tensors of `extra`
-    manifest.json  {"checksum", "version", "bytes": as in a checkpoint,
+    manifest.json  {"checksum": as in a checkpoint, "bytes": of state.bin,
                     "snapshot": 9, "id": 16 hex digits,
                     "step": of the run, "time": ns since 1970,
                     "drives":  [{"folder": of the drive, or "" for the snapshot's own, "file"}],
@@ -15,14 +15,10 @@ Format, version 9. The folder is a checkpoint's (checkpoint.py), but most tensor
                     "params":  as in a checkpoint, each with the "rule" of its moments,
                     "parts":   [[place in params, first element]], of each of the run's parameters,
                     "chunks":  see below,
-                    "copies":  of several machines: [[place in chunks, that chunk of another one]],
-                    "buffers", "groups", "rng": as in a checkpoint,
-                    "extra":   what the caller gave, as extras.py has it,
-                    "scales":  null: see below,
+                    "buffers", "groups", "rng", "extra", "extra_state": as in a checkpoint,
                     "tensors": of extra,
                     "ranks":   of several: how many of "drives" each rank has, rank 0 first,
-                    "others":  likewise: {"rng", "extra", "tensors"} of rank 1 and each next,
-                    "machines": of several: by rank, what its machine is called}
+                    "others":  likewise: {"rng", "extra", "tensors"} of rank 1 and each next}
 
 A chunk is {"runs": [[part, first element there, count, first element in the chunk, updates that
 these have had]], "scale_page": the page that has the scales of its 8-bit moments, maybe beside
@@ -30,17 +26,11 @@ those of other chunks, or null, "scales": [byte of exp_avg's there, of exp_avg_s
 role (param, residual, exp_avg, exp_avg_sq) null, or [elements in a page, byte where they begin,
 pages]}, a page being [slot, version, checksum, bytes], or null where it is zero. Slot s lies
 in file s % n of the n drives, at page s // n, and holds so many bytes from there on, a multiple of
-4096; the number is left out where it is all of the page, as it was before version 6. The checksum
-is XXH3-64 of these bytes, seeded with slot and version (offload/storage/checksum.cpp).
+4096; the number is left out where it is all of the page. The checksum is XXH3-64 of these bytes,
+seeded with slot and version (offload/storage/checksum.cpp).
 
 Where several ranks have taken it, each has page files, slots and links of its own, and a chunk also
 has its "rank": slot s of it lies in file s % n of that rank's n drives.
-
-Versions 1 to 8 load where they have no gradients: 2 to 8 had "gradients", "zeros", a role "grad"
-and a sixth value of runs. 7 had no "copies"; 3 was that of several ranks, 4 of several machines,
-and 5 of whatever had scales. In version 2 "scales" were pages, all of them, and those of a chunk
-bytes in these, one behind the other; there was no "scale_page". Version 1 had the scales of all
-chunks in state.bin, where "scales" said, and runs without their steps.
 
 A link is one more name of the file that the run wrote to; the kernel frees the file with its last
 one. A manifest that is called removed.json is one of a snapshot that is being removed. Nothing here
@@ -54,10 +44,13 @@ import re
 from pathlib import Path
 from typing import Any
 
-from .checkpoint_files import MANIFEST_NAME, CheckpointError, read_manifest
+from ..checkpoint_files import MANIFEST_NAME, CheckpointError, read_manifest
+from ..manifests import PLACES, SNAPSHOT, sound
 
 FORMAT = 9
-FORMATS = (1, 2, 3, 4, 5, 6, 7, 8, 9)
+ALIGNMENT = 4096  # of what pages are read into
+MOMENT_BLOCK = 64  # elements that share a scale
+ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "block8": 1}  # of moments
 ROLES = ("param", "residual", "exp_avg", "exp_avg_sq")
 LINKS = "strata-snapshots"
 ID = re.compile(r"[0-9a-f]{16}")
@@ -87,31 +80,16 @@ def is_path(text: str) -> bool:
 
 def check_drives(manifest: dict[str, Any], folder: Path) -> None:
     """Raises CheckpointError for an id or file that no snapshot has."""
-    drives = manifest.get("drives")
-    sound = isinstance(drives, list) and bool(drives) and isinstance(manifest.get("id"), str)
-    for drive in drives if sound and isinstance(drives, list) else []:
-        known = isinstance(drive, dict) and drive.keys() == {"folder", "file"}
-        if not known or not all(isinstance(value, str) for value in drive.values()):
-            sound = False
-        elif drive["folder"]:
-            name = LINK_NAME.fullmatch(drive["file"])
-            sound &= is_path(drive["folder"]) and name is not None
-        else:
-            sound &= COPY_NAME.fullmatch(drive["file"]) is not None
-    sound = sound and _shares_out(manifest)
-    if not sound or not ID.fullmatch(manifest["id"]):
-        raise CheckpointError(f"{folder} is a damaged snapshot: its drives or its id make no sense")
-
-
-def _shares_out(manifest: dict[str, Any]) -> bool:
-    """Whether each drive is one rank's, and each rank on one machine."""
-    ranks = manifest.get("ranks", [len(manifest["drives"])])
-    if not isinstance(ranks, list) or not all(type(n) is int and n > 0 for n in ranks):
-        return False
-    machines = manifest.get("machines", [""] * len(ranks))
-    if not isinstance(machines, list) or not all(isinstance(name, str) for name in machines):
-        return False
-    return sum(ranks) == len(manifest["drives"]) and len(machines) == len(ranks)
+    where = f"{folder} is a damaged snapshot"
+    places = sound(PLACES, manifest, where)
+    for drive in places["drives"]:
+        name = LINK_NAME if drive["folder"] else COPY_NAME
+        here = is_path(drive["folder"]) or not drive["folder"]
+        if not here or not name.fullmatch(drive["file"]):
+            raise CheckpointError(f"{where}: {drive!r:.100} is no drive of it")
+    ranks: list[int] = places.get("ranks", [len(places["drives"])])
+    if sum(ranks) != len(places["drives"]):
+        raise CheckpointError(f"{where}: its ranks have not as many drives as there are")
 
 
 def drives_by_rank(manifest: dict[str, Any]) -> list[list[dict[str, str]]]:
@@ -120,23 +98,6 @@ def drives_by_rank(manifest: dict[str, Any]) -> list[list[dict[str, str]]]:
     left = iter(manifest["drives"])
     counts = manifest.get("ranks", [len(manifest["drives"])])
     return [[next(left) for _ in range(count)] for count in counts]
-
-
-def all_chunks(manifest: dict[str, Any]) -> list[dict[str, Any]]:
-    """With those that other machines have as well. Raises ValueError where one is none."""
-    chunks = [*manifest["chunks"], *(chunk for _, chunk in manifest.get("copies", []))]
-    if not all(isinstance(chunk, dict) for chunk in chunks):
-        raise ValueError("a chunk is none")
-    return chunks
-
-
-def chunks_for(manifest: dict[str, Any], rank: int) -> list[dict[str, Any]]:
-    """The chunks, of what several machines have those of this rank's."""
-    chunks = list(manifest["chunks"])
-    for number, chunk in manifest.get("copies", []):
-        if manifest["machines"][chunk["rank"]] == manifest["machines"][rank]:
-            chunks[number] = chunk
-    return chunks
 
 
 def id_at(folder: Path, name: str = MANIFEST_NAME) -> str | None:
@@ -148,9 +109,9 @@ def id_at(folder: Path, name: str = MANIFEST_NAME) -> str | None:
     return found if isinstance(found, str) else None
 
 
-def read_snapshot(folder: Path) -> dict[str, Any]:
-    """The manifest of the snapshot in a folder. Raises CheckpointError: there is none, it is one of
-    a checkpoint, or it is damaged."""
+def read_places(folder: Path) -> dict[str, Any]:
+    """The manifest of the snapshot in a folder, of any version: its id and its drives make sense.
+    Raises CheckpointError: there is none, it is one of a checkpoint, or it is damaged."""
     manifest = read_manifest(folder)
     if not is_snapshot(manifest):
         raise CheckpointError(
@@ -159,6 +120,17 @@ def read_snapshot(folder: Path) -> dict[str, Any]:
         )
     check_drives(manifest, folder)
     return manifest
+
+
+def read_snapshot(folder: Path) -> dict[str, Any]:
+    """Likewise, of this version, with the form of manifests.py."""
+    manifest = read_places(folder)
+    if manifest["snapshot"] != FORMAT:
+        raise CheckpointError(
+            f"{folder} is a snapshot of version {manifest['snapshot']!r:.20}; this strata reads "
+            f"{FORMAT}"
+        )
+    return sound(SNAPSHOT, manifest, f"{folder} is a damaged snapshot")
 
 
 def links_at(folder: Path) -> tuple[list[str], str] | None:

@@ -18,17 +18,17 @@ from typing import Any
 
 import torch
 
-from .._core import PageFiles
-from .._errors import StrataError
-from .._runtime.wrapped import Wrapped
-from .checkpoint_files import CheckpointError, read_manifest
-from .snapshot import taker_of
-from .snapshot_context import parts_of, rule_of
-from .snapshot_files import LINKS, ROLES, check_drives, chunks_for, drives_by_rank
-from .snapshot_links import link_owner
-from .snapshot_pages import Slot, slots_of
-from .stored import stored_tensors
-from .together import Together
+from ..._core import PageFiles
+from ..._errors import StrataError
+from ..._runtime.wrapped import Wrapped
+from ..checkpoint_files import CheckpointError
+from ..stored import stored_tensors
+from ..together import Together
+from .capture import taker_of
+from .context import parts_of, rule_of
+from .format import LINKS, ROLES, drives_by_rank, read_snapshot
+from .links import link_owner
+from .pages import Slot, slots_of
 
 Chunk = dict[str, Any]
 Scales = Callable[[Chunk, int, int], torch.Tensor]
@@ -49,7 +49,6 @@ def adopt(
     ranks = len(drives_by_rank(manifest))
     if ranks != together.count:
         return f"its pages are shared out over {ranks}, and there are {together.count}"
-    manifest = manifest | {"chunks": chunks_for(manifest, together.rank)}
     try:
         if not _go_back(state, manifest, scales):
             _compare(state, manifest, together.rank)
@@ -214,12 +213,11 @@ def _held_by(owner: Path, identity: str, place: str, manifest: dict[str, Any]) -
     """What a snapshot has in the slots of the file whose link is there. Raises _RefusedError where
     that cannot be said."""
     try:
-        other = manifest if identity == manifest["id"] else read_manifest(owner)
-        check_drives(other, owner)
+        other = manifest if identity == manifest["id"] else read_snapshot(owner)
         same = other["id"] == identity and other["page_bytes"] == manifest["page_bytes"]
         rank = _rank_at(other, place)
         slots = slots_of(other, rank)
-    except (CheckpointError, KeyError, TypeError, ValueError, IndexError) as error:
+    except (CheckpointError, ValueError) as error:
         raise _RefusedError(
             f"another snapshot in its page files cannot be read: {error}"
         ) from error
