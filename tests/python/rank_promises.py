@@ -57,12 +57,7 @@ def machines(run: Rank) -> tuple[str, ...]:
 
 
 def wraps_apart(run: Rank) -> list[str]:
-    """Ranks that share no memory, or with `STRATA_MACHINE` not set, none of their folders. What
-    each is told."""
-    from strata._config import ranks
-
-    if "STRATA_MACHINE" not in os.environ:
-        ranks._sees = lambda _: run.rank == 0
+    """Ranks that share no memory. What each is told."""
     try:
         wrap(run, make_model())
     except ValueError as error:
