@@ -7,7 +7,7 @@
 
 namespace strata {
 Gradients::Gradients(Foundation& base, BetweenSteps& between, Updates& updates, Captures& captures,
-                     bool threads)
+                     bool threads, std::unique_ptr<Column> column)
     : base_(base),
       between_(between),
       updates_(updates),
@@ -21,7 +21,7 @@ Gradients::Gradients(Foundation& base, BetweenSteps& between, Updates& updates, 
       noted_(base.config.params.size(), 0) {
   if (base.owns.alone()) return;
   exchange_.emplace(base, updates, copies_, threads);
-  sums_.emplace(base, *exchange_);
+  sums_.emplace(base, *exchange_, std::move(column));
   if (base.config.update == UpdateMode::in_backward) early_.emplace(base, *exchange_);
 }
 
@@ -101,6 +101,7 @@ GradientSums::Look Gradients::stop_adding(Lock& lock) {
   refuse_behind_end();
   const bool none = !sums_ || !any() || base_.config.update != UpdateMode::on_step;
   if (none || any_landing()) return nullptr;
+  refuse_of_machines();
   const BetweenSteps::StepCall call(between_, lock);
   return meet_others(lock, kHold);
 }
@@ -131,7 +132,16 @@ void Gradients::note(std::uint32_t param) {
   captures_.keep_gradient({param, landed_[param], sum_squares_[param], scalings_[param]});
 }
 
+// Each machine would have the sums of all, and add them to those of the others.
+void Gradients::refuse_of_machines() const {
+  if (base_.config.machines == 1) return;
+  refuse(
+      "several machines: snapshots have no gradients: take them, and load them, between step() and "
+      "the next backward");
+}
+
 void Gradients::restore(const SavedGradient& saved) {
+  refuse_of_machines();
   refuse_where_none_landed(saved.param);
   if (saved.count == 0) refuse("a gradient that has landed was counted");
   landed_[saved.param] = saved.count;
@@ -242,7 +252,7 @@ void Gradients::read_piece(Lock& lock, std::uint32_t param, const Piece& piece, 
 
 double Gradients::sum_squares(std::uint32_t param) const {
   if (landed_[param] != 0) refuse_hidden(param);
-  const double ranks = base_.config.sums_ranks ? 1.0 : static_cast<double>(base_.config.ranks);
+  const double ranks = mean_of(base_.config);
   return sum_squares_[param] / (ranks * ranks);
 }
 

@@ -30,7 +30,7 @@ class Gradients final {
  public:
   // `threads`: something may run beside the caller.
   Gradients(Foundation& base, BetweenSteps& between, Updates& updates, Captures& captures,
-            bool threads);
+            bool threads, std::unique_ptr<Column> column);
 
   // Takes numel contiguous elements of the device's memory, which work submitted so far on `stream`
   // wrote. Where `from` owns them they are lent, and may be kept until they have been used; else
@@ -147,6 +147,7 @@ class Gradients final {
   void refuse_merged(std::uint32_t chunk) const;
   void refuse_used() const;
   void refuse_shared(std::uint32_t param) const;
+  void refuse_of_machines() const;
   void refuse_behind_end() const;
   void refuse_hidden(std::uint32_t param) const;
   GradientSums::Look meet_others(Lock& lock, std::uint64_t asked) STRATA_REQUIRES(core_lock);

@@ -281,7 +281,7 @@ Layout make_layout(const Config& config, std::size_t page_bytes) {
   Layout layout;
   layout.page_bytes = page_bytes;
   // Late updates find gradients of several steps added up; those of ranks always add up.
-  layout.accumulate = gradients_rest(config) || config.ranks > 1;
+  layout.accumulate = gradients_rest(config) || !trains_alone(config);
   layout.grad_pages = config.update == UpdateMode::on_step ||
                       (config.update == UpdateMode::in_backward && config.ranks > 1);
   layout.moment_dtype = config.moment_dtype;
