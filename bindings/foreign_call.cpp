@@ -85,6 +85,34 @@ void call(py::handle callable, const UpdateSpan& slice) {
   });
 }
 
+class ForeignColumn final : public Column {
+ public:
+  explicit ForeignColumn(py::handle object) : object_(object) {}
+
+  void meet() override { call("meet"); }
+  void gather(std::span<const std::byte> mine, std::span<std::byte> all) override {
+    call("gather", address(mine.data()), mine.size(), address(all.data()));
+  }
+  void exchange(std::span<const std::byte> parts, std::span<std::byte> mine) override {
+    call("exchange", address(parts.data()), parts.size(), address(mine.data()));
+  }
+
+ private:
+  // What Python raises is a sentence for users.
+  template <class... Args>
+  void call(const char* name, Args... args) {
+    call_python([&] {
+      try {
+        object_.attr(name)(args...);
+      } catch (const py::error_already_set& error) {
+        throw std::runtime_error(py::str(error.value()).cast<std::string>());
+      }
+    });
+  }
+
+  py::handle object_;
+};
+
 }  // namespace
 
 void shut_door_at_exit() {
@@ -99,6 +127,11 @@ void shut_door_at_exit() {
 Foreign foreign_call(py::handle callable) {
   if (callable.is_none()) return {};
   return [callable](const UpdateSpan& slice) { call(callable, slice); };
+}
+
+std::unique_ptr<Column> foreign_column(py::handle object) {
+  if (object.is_none()) return nullptr;
+  return std::make_unique<ForeignColumn>(object);
 }
 
 std::function<void()> foreign_notice(py::handle callable) {

@@ -105,11 +105,15 @@ py::dict step(Session& session, const py::list& groups, double max_norm, double 
 }
 
 SessionHolder make_session(const py::dict& dict, const py::object& foreign,
-                           const py::object& claimed) {
+                           const py::object& claimed, const py::object& column) {
   const Config config = parse_config(dict);
   SessionParts parts;
   parts.foreign = foreign_call(foreign);
   parts.claimed = foreign_notice(claimed);
+  parts.column = foreign_column(column);
+  if (config.machines > 1 && !parts.column) {
+    throw py::value_error("ranks of several machines need a column");
+  }
   for (const Hyper& group : config.groups) {
     if (group.rule == Rule::foreign && !parts.foreign) {
       throw py::value_error("a group of rule foreign needs a callable that updates it");
@@ -283,7 +287,8 @@ void bind_session(py::module_& module) {
   SessionClass session(module, "Session");
   session
       .def(py::init(&make_session), py::arg("config"), py::arg("foreign") = py::none(),
-           py::arg("claimed") = py::none(), py::keep_alive<1, 3>())
+           py::arg("claimed") = py::none(), py::arg("column") = py::none(), py::keep_alive<1, 3>(),
+           py::keep_alive<1, 5>())
       .def_property_readonly("plan",
                              [](Session& s) {
                                return plan_dict(s.config(),

@@ -133,6 +133,8 @@ Config parse_config(const py::dict& dict) {
     config.ranks_pids = field<std::vector<int>>(ranks, "pids");
     config.ranks_timeout_s = field<double>(ranks, "timeout_s");
     config.sums_ranks = field<bool>(ranks, "sums");
+    config.machine = field<std::uint32_t>(ranks, "machine");
+    config.machines = field<std::uint32_t>(ranks, "machines");
   }
   if (dict.contains("device")) config.device = field<std::string>(dict, "device");
   return config;

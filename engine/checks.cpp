@@ -105,6 +105,10 @@ void check_config(const Config& config) {
   }
   if (config.workers > kWorkersMax) refuse("more than " + std::to_string(kWorkersMax) + " workers");
   if (config.rank >= config.ranks) refuse("there is no such rank among so many");
+  if (config.machine >= config.machines) refuse("there is no such machine among so many");
+  if (config.machines > 1 && config.update != UpdateMode::on_step) {
+    refuse("several machines update at step(): give update=\"on_step\"");
+  }
   if (config.compute_threads < 0) refuse("the number of compute threads is negative");
   if (config.max_staleness > kStalenessMax) {
     refuse("a staleness of " + std::to_string(config.max_staleness) + " steps: at most " +

@@ -59,6 +59,8 @@ struct Config {
   std::vector<int> ranks_pids;    // their processes, by rank; empty: not known
   double ranks_timeout_s = 60.0;  // how long they wait there for each other
   bool sums_ranks = false;        // gradients of ranks are summed, and not averaged
+  // Machines that each hold all of the state, with as many ranks each; and this one's number.
+  std::uint32_t machine = 0, machines = 1;
   MomentDtype moment_dtype = MomentDtype::float32;
   // in_backward, by unit: its first and its last gradient may land far apart, and are needed
   // together. Empty: no unit's do, or each gradient may be used by itself.
@@ -66,5 +68,15 @@ struct Config {
   // Units that a forward enters at one moment. Empty: never more than one.
   std::vector<EnteredTogether> together;
 };
+
+// Nobody else trains with this rank.
+inline bool trains_alone(const Config& config) {
+  return config.ranks == 1 && config.machines == 1;
+}
+
+// What sums of gradients are divided by: those of ranks are averaged, unless they are to be summed.
+inline double mean_of(const Config& config) {
+  return config.sums_ranks ? 1.0 : static_cast<double>(config.ranks) * config.machines;
+}
 
 }  // namespace strata

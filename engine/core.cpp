@@ -41,7 +41,7 @@ std::unique_ptr<Workers> make_workers(Foundation& base, const WorkerPlacement& p
 }
 
 std::unique_ptr<Meeting> meeting_of(const Config& config, SessionParts& parts) {
-  if (parts.meeting || config.ranks == 1) return std::move(parts.meeting);
+  if (parts.meeting || trains_alone(config)) return std::move(parts.meeting);
   return std::make_unique<Machine>(config, std::move(parts.claimed));
 }
 
@@ -85,7 +85,7 @@ Core::Core(const Config& config, SessionParts parts, Gate& gate, Doorbell& bell)
       elements(base, updates, writes),
       coded(base, updates, prefetcher, captures),
       visits(base, between, prefetcher, updates, writes),
-      gradients(base, between, updates, parts.idle == nullptr),
+      gradients(base, between, updates, parts.idle == nullptr, std::move(parts.column)),
       ranks(base.owns.alone() ? std::nullopt
                               : std::optional<OtherRanks>(
                                     std::in_place, base, Lender(base, updates),

@@ -7,7 +7,8 @@
 
 namespace strata {
 
-Gradients::Gradients(Foundation& base, BetweenSteps& between, Updates& updates, bool threads)
+Gradients::Gradients(Foundation& base, BetweenSteps& between, Updates& updates, bool threads,
+                     std::unique_ptr<Column> column)
     : base_(base),
       between_(between),
       updates_(updates),
@@ -19,7 +20,7 @@ Gradients::Gradients(Foundation& base, BetweenSteps& between, Updates& updates, 
       used_(base.config.params.size(), false) {
   if (base.owns.alone()) return;
   exchange_.emplace(base, updates, copies_, threads);
-  sums_.emplace(base, *exchange_);
+  sums_.emplace(base, *exchange_, std::move(column));
   if (base.config.update == UpdateMode::in_backward) early_.emplace(base, *exchange_);
 }
 
@@ -211,7 +212,7 @@ void Gradients::read_piece(Lock& lock, std::uint32_t param, const Piece& piece, 
 
 double Gradients::sum_squares(std::uint32_t param) const {
   if (landed_[param] != 0) refuse_hidden(param);
-  const double ranks = base_.config.sums_ranks ? 1.0 : static_cast<double>(base_.config.ranks);
+  const double ranks = mean_of(base_.config);
   return sum_squares_[param] / (ranks * ranks);
 }
 

@@ -29,7 +29,8 @@ namespace strata {
 class Gradients final {
  public:
   // `threads`: something may run beside the caller.
-  Gradients(Foundation& base, BetweenSteps& between, Updates& updates, bool threads);
+  Gradients(Foundation& base, BetweenSteps& between, Updates& updates, bool threads,
+            std::unique_ptr<Column> column);
 
   // Takes numel contiguous elements of the device's memory, which work submitted so far on `stream`
   // wrote. Where `from` owns them they are lent, and may be kept until they have been used; else

@@ -282,7 +282,7 @@ Layout make_layout(const Config& config, std::size_t page_bytes) {
   layout.page_bytes = page_bytes;
   // Late updates find gradients of several steps added up; those of ranks always add up.
   layout.accumulate =
-      config.accumulate || config.update == UpdateMode::lock_free || config.ranks > 1;
+      config.accumulate || config.update == UpdateMode::lock_free || !trains_alone(config);
   layout.grad_pages = config.update == UpdateMode::on_step ||
                       (config.update == UpdateMode::in_backward && config.ranks > 1);
   layout.moment_dtype = config.moment_dtype;

@@ -10,6 +10,7 @@
 #include <memory>
 
 #include "engine/gate.hpp"
+#include "engine/ranks/column.hpp"
 #include "engine/ranks/meeting.hpp"
 #include "engine/tiers.hpp"
 #include "memory/page_table.hpp"
@@ -27,6 +28,8 @@ struct SessionParts : TierParts, GateOptions {
   // Called once when all is claimed, before this rank waits for the others; what it throws the
   // constructor does. Absent, or this rank is alone: nothing is.
   std::function<void()> claimed;
+  // To the ranks of the same number on other machines; absent: there is one machine.
+  std::unique_ptr<Column> column;
   // Called after every turn, for checks of what must always hold.
   std::function<void(const PageTable&, const Claims&)> turned;
 };

@@ -125,10 +125,8 @@ std::vector<float> Steps::scales(double norm, const StepOptions& options) const 
   return scale_of;
 }
 
-// What sums are divided by: those of ranks are averaged, unless they are to be summed.
 double Steps::divisor(const StepOptions& options) const {
-  const Config& config = parts_.base.config;
-  return options.grad_divisor * (config.sums_ranks ? 1.0 : static_cast<double>(config.ranks));
+  return options.grad_divisor * mean_of(parts_.base.config);
 }
 
 // Waits for the other ranks. What they hold may change from here on: nothing of it is on its way

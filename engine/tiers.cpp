@@ -34,7 +34,7 @@ Tiers::Tiers(const Config& config, const Residence& home, TierParts parts, Doorb
       bell_(bell),
       slab_(home.host_frames * page_bytes_, Locking::wanted,
             std::max(home.host_frames * page_bytes_, host_bytes_max(config, page_bytes_)),
-            config.ranks > 1 ? Sharing::wanted : Sharing::none),
+            trains_alone(config) ? Sharing::none : Sharing::wanted),
       host_(home.host_frames, page_bytes_, slab_.bytes().data()),
       opened_(open(config, parts, bell)),
       device_frames_(home.device_frames + home.rest_frames),

@@ -43,6 +43,7 @@ from ._saved_pages import join_master as join_master
 from ._saved_pages import load_moments as load_moments
 from ._saved_pages import open_lock_file as open_lock_file
 from ._saved_pages import remove_leftovers as remove_leftovers
+from ._session_config import Column as Column
 from ._session_config import Config as Config
 from ._session_config import DtypeName as DtypeName
 from ._session_config import GroupSpec as GroupSpec
@@ -126,6 +127,7 @@ class Session:
         config: Config,
         foreign: Rule | None = None,
         claimed: Callable[[], None] | None = None,
+        column: Column | None = None,
     ) -> None:
         """`foreign` updates groups of rule "foreign", on worker threads; what it raises ends the
         session with a StrataError. `claimed` is called once a rank has all it claims, before it

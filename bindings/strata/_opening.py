@@ -86,7 +86,7 @@ def open_session(model: nn.Module, optimizer: torch.optim.Optimizer, options: Op
             if ranks is None:
                 check(model, optimizer, options)
             else:
-                check_alike(ranks, options, lambda: _check(model, optimizer, options), model)
+                check_alike(ranks.all, options, lambda: _check(model, optimizer, options), model)
             undo = Undo(model, optimizer)
             dropped = _drop_gradients(model)
             take_shards(model, optimizer)
@@ -96,6 +96,8 @@ def open_session(model: nn.Module, optimizer: torch.optim.Optimizer, options: Op
             undo.run()
         if ranks is not None:
             ranks.close()
+            if ranks.column is not None:
+                ranks.column.close()
         raise
     del undo  # and with it the memory that parameters had before
     if state.shards is not None:
@@ -167,12 +169,12 @@ def _start(
     # 1. Room, and the values in it.
     claim = Claim()
     undo.first(claim.close)
-    with all_or_none(options.ranks):
+    with all_or_none(_everybody(options)):
         claim.take(options)
     config, hooked = _fit(model, optimizer, options)
     say_slow_dtypes(config["device"], {param["dtype"] for param in config["params"]})
     close_unreachable()  # they have frames and files
-    with all_or_none(options.ranks) as come_so_far:  # nobody reads what is not written yet
+    with all_or_none(_everybody(options)) as come_so_far:  # nobody reads what is not written yet
         foreign = make_foreign(optimizer)
         if foreign is not None:
             _log_cost(foreign, optimizer, config)
@@ -180,15 +182,19 @@ def _start(
         whole = config.copy()
         whole["device_bytes"] = device_goal(config, options)
         come_so_far()
-        session = _core.Session(whole, foreign, come_so_far)
+        column = options.ranks.column if options.ranks is not None else None
+        session = _core.Session(whole, foreign, come_so_far, column)
         undo.first(session.close)
         state = Wrapped(model, session, config)
         undo.first(state.landings.close)
         state.shards = Shards.of(state)
+        if column is not None:
+            column.watch(session)
+            state.after_leaving.append(column.close)
         state.after_close.append(claim.close)
         if options.ranks is not None and options.weights is None:
             come_so_far()
-            _share_values(state, options.ranks)
+            _share_values(state, options.ranks.all)
         _fill(state, options)
     if options.ranks is not None:
         options.ranks.close()
@@ -221,19 +227,26 @@ def _start(
     return state
 
 
+def _everybody(options: Options) -> Ranks | None:
+    """The ranks of all machines; None: this process is alone."""
+    return options.ranks.all if options.ranks is not None else None
+
+
 def _fit(
     model: nn.Module, optimizer: torch.optim.Optimizer, options: Options
 ) -> tuple[_core.Config, dict[nn.Module, list[int]]]:
     """The configuration under which the model fits, alike on all ranks, and the modules to hook."""
     options.look_at_machine()
-    with all_or_none(options.ranks) as come_so_far:
+    with all_or_none(_everybody(options)) as come_so_far:
         weight_files.check_values(model, options.weights)
         config, hooked, _ = fit(model, optimizer, options, _core.plan)
         come_so_far()
         if options.take_page_size_of_all(config["page_bytes"]):
             config, hooked, _ = fit(model, optimizer, options, _core.plan)
     if options.ranks is not None:
-        check_fitted(options.ranks, config, sum(isinstance(of, Tiled) for of in model.modules()))
+        check_fitted(
+            options.ranks.all, config, sum(isinstance(of, Tiled) for of in model.modules())
+        )
     return config, hooked
 
 

@@ -3,7 +3,7 @@ means. For type checkers only: import these from _core.
 """
 
 from collections.abc import Callable
-from typing import Literal, NotRequired, TypedDict
+from typing import Literal, NotRequired, Protocol, TypedDict
 
 DtypeName = Literal["float32", "float16", "bfloat16"]
 StoredName = Literal["int8", "nf4", "nf4-double", "nf4-torchao"]
@@ -42,6 +42,8 @@ class Ranks(TypedDict):
     pids: list[int]  # their processes, by rank; empty: not known
     timeout_s: float  # how long they wait there for each other
     sums: bool  # gradients are summed, and not averaged
+    machine: int  # this one's number, of ...
+    machines: int  # ... so many, which each hold all of the state
 
 class Config(TypedDict):
     params: list[ParamSpec]  # in the order of model.parameters(); its place here is its id
@@ -75,3 +77,11 @@ Rule = Callable[[int, int, int, int, int, int, int, int], None]
 values: parameter, gradient, moment1 and moment2 (0: absent)."""
 
 Kind = Literal["master", "moment1", "moment2", "grad"]
+
+class Column(Protocol):
+    """Ranks of one number, one on each machine. All make the same calls; each waits, and raises
+    where a machine is lost. Addresses are of memory that both may use until it returns."""
+
+    def meet(self) -> None: ...
+    def gather(self, mine: int, size: int, everything: int) -> None: ...
+    def exchange(self, parts: int, size: int, mine: int) -> None: ...

@@ -1,6 +1,9 @@
 #include "engine/ranks/gradient_exchange.hpp"
 
 #include <algorithm>
+#include <array>
+#include <cstring>
+#include <functional>
 #include <utility>
 
 #include "memory/check.hpp"
@@ -151,7 +154,9 @@ std::unique_ptr<GradientExchange::Job> GradientExchange::begin(std::uint32_t id,
                                                                std::vector<GradientPiece> pieces) {
   Part& part = parts_[id];
   if (pieces.empty()) return nullptr;
-  const bool adds = part.landed == step_ || updates_.is_waiting(part.chunk, part.param);
+  const bool replaces = part.total && base_.config.machine != 0;
+  const bool adds =
+      (part.landed == step_ && !replaces) || updates_.is_waiting(part.chunk, part.param);
   const bool merges = base_.config.max_staleness != 0 && updates_.is_queued(part.chunk);
   if (merges && !progress_.all_have_landed(step_)) return nullptr;
   std::vector<Piece> cut = base_.layout.pieces(part.param, part.first, part.count, kGrain);
@@ -186,6 +191,7 @@ void GradientExchange::end(std::unique_ptr<Job> job) {
   --adding_;
   ++added_;
   if (std::exchange(part.landed, step_) != step_) part.gradients = 0;
+  part.total = false;
   part.key = job->pieces.back().key;
   part.rank = job->pieces.back().rank;
   part.squares = job->squares;
@@ -292,6 +298,62 @@ ExactSum GradientExchange::squares(std::uint32_t param) const {
     if (parts_[id].landed == step_) all.add(parts_[id].squares);
   }
   return all;
+}
+
+std::vector<std::uint32_t> GradientExchange::owned_parts() const {
+  std::vector<std::uint32_t> owned;
+  for (std::uint32_t id = 0; id < parts_.size(); ++id) {
+    if (base_.owns.mine(parts_[id].chunk)) owned.push_back(id);
+  }
+  const auto unit = [this](std::uint32_t id) {
+    return index(base_.config.params[parts_[id].param].unit);
+  };
+  std::ranges::stable_sort(owned, std::ranges::greater(), unit);
+  return owned;
+}
+
+// Waits until it is open.
+GradientPlace GradientExchange::open_place(Lock& lock, const Part& part, std::span<const Piece> cut,
+                                           bool adds) {
+  GradientPlace place(base_, cut);
+  const UnitId unit = base_.config.params[part.param].unit;
+  const IncomingGradient gradient{
+      .param = part.param, .unit = unit, .adds = adds, .step = updates_step_};
+  base_.gate.wait(lock, [&] { return place.try_open(updates_, gradient) == Cause::none; },
+                  {"a gradient", unit});
+  return place;
+}
+
+void GradientExchange::read(Lock& lock, std::uint32_t id, float* to) {
+  const Part& part = parts_[id];
+  STRATA_ASSERT(!part.adding && part.landed == step_);
+  const std::vector<Piece> cut = base_.layout.pieces(part.param, part.first, part.count, kGrain);
+  const GradientPlace place = open_place(lock, part, cut, true);
+  const Unlocked unlocked(lock);
+  for (const Piece& piece : cut) {
+    std::memcpy(to + (piece.in_param - part.first), place.at(piece), piece.count * sizeof(float));
+  }
+}
+
+void GradientExchange::replace(Lock& lock, std::uint32_t id, const float* from) {
+  Part& part = parts_[id];
+  STRATA_ASSERT(!part.adding);
+  const std::vector<Piece> cut = base_.layout.pieces(part.param, part.first, part.count, kGrain);
+  ExactSum squares;
+  {
+    const GradientPlace place = open_place(lock, part, cut, part.landed == step_);
+    const Unlocked unlocked(lock);
+    for (const Piece& piece : cut) {
+      const std::array<const void*, 1> whole = {from + (piece.in_param - part.first)};
+      squares.add(base_.kernels.land_pieces(place.at(piece), Dtype::float32, whole, Dtype::float32,
+                                            piece.count, GradMode::copy, {}));
+    }
+  }
+  part.landed = step_;
+  part.total = true;
+  part.squares = squares;
+  updates_.note_landed(part.chunk, part.param);
+  base_.gate.notify();
 }
 
 }  // namespace strata

@@ -88,6 +88,22 @@ class GradientExchange final {
   // Of the squares of the sum, in the chunks of the parameter that this rank owns.
   ExactSum squares(std::uint32_t param) const;
 
+  // Of several machines (machine_sums.hpp): parts that this rank owns, in an order that the layout
+  // fixes, units from the last to the first; and how many elements each has.
+  std::vector<std::uint32_t> owned_parts() const;
+  std::size_t count_of(std::uint32_t part) const { return parts_[part].count; }
+  // What there is of one in this step: something that other machines do not have, or the sum of all
+  // machines and no more.
+  enum class Has : std::uint8_t { none, fresh, total };
+  Has has(std::uint32_t part) const {
+    if (parts_[part].landed != step_) return Has::none;
+    return parts_[part].total ? Has::total : Has::fresh;
+  }
+  // Copies what there is. REQUIRES: has(part) is not none; nothing is being added.
+  void read(Lock& lock, std::uint32_t part, float* to) STRATA_REQUIRES(core_lock);
+  // The sum of all machines takes its place. REQUIRES: nothing is being added.
+  void replace(Lock& lock, std::uint32_t part, const float* from) STRATA_REQUIRES(core_lock);
+
   // Of updates that begin in the backward. The step that lands now, by a count of all ranks; sums
   // that anything was added to, since the start; whether all that ranks have of the chunk is in its
   // sums, as far as is known. REQUIRES of the last: all have completed its unit.
@@ -156,6 +172,7 @@ class GradientExchange final {
     std::uint32_t gradients = 0;   // so many were, in that step
     std::int64_t handed_over = 0;  // the last step in which updates got it
     bool adding = false;
+    bool total = false;     // it is the sum of all machines: see Note [Looks of machines]
     ExactSum squares = {};  // of that step
   };
   struct Job {
@@ -174,6 +191,8 @@ class GradientExchange final {
   void make_parts();
   bool is_place(const PeerMessage& message) const;
   std::optional<std::uint32_t> part_of(const PeerMessage& message) const;
+  GradientPlace open_place(Lock& lock, const Part& part, std::span<const Piece> cut, bool adds)
+      STRATA_REQUIRES(core_lock);
   bool land_now(Lock& lock, std::uint32_t part, const GradientPiece& mine)
       STRATA_REQUIRES(core_lock);
   void tell(std::uint32_t to, std::uint32_t part, const GradientPiece& piece);

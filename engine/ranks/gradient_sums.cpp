@@ -25,13 +25,17 @@ GradientSums::Look GradientSums::look(Lock& lock, std::uint64_t asked,
 }
 
 void GradientSums::agree(Lock& lock, std::uint64_t asked, std::span<const GradScaling> scalings) {
-  std::vector<Agreement::Entry> entries;
   Fingerprint all;
   all.add(asked);
-  for (std::uint32_t param = 0; param < landed_here_.size(); ++param) {
-    entries.push_back({landed_here_[param], exchange_.squares(param)});
-    all.add(std::uint64_t{scalings[param].count} << 8 | scalings[param].divisions);
-    for (const float factor : scalings[param].factors) all.add(double{factor});
+  for (const GradScaling& scaling : scalings) {
+    all.add(std::uint64_t{scaling.count} << 8 | scaling.divisions);
+    for (const float factor : scaling.factors) all.add(double{factor});
+  }
+  std::vector<std::uint32_t> landed = landed_here_;
+  if (machines_) landed = machines_->add_up(lock, all.value(), landed_here_);
+  std::vector<Agreement::Entry> entries;
+  for (std::uint32_t param = 0; param < landed.size(); ++param) {
+    entries.push_back({landed[param], exchange_.squares(param)});
   }
   agreement_.publish(entries, all.value());
   try {

@@ -16,16 +16,20 @@
 
 #include "engine/ranks/agreement.hpp"
 #include "engine/ranks/gradient_exchange.hpp"
+#include "engine/ranks/machine_sums.hpp"
 
 namespace strata {
 
 class GradientSums final {
  public:
-  GradientSums(Foundation& base, GradientExchange& exchange)
+  // `column`: null where there is one machine.
+  GradientSums(Foundation& base, GradientExchange& exchange, std::unique_ptr<Column> column)
       : base_(base),
         exchange_(exchange),
         agreement_(*base.peers, base.config.params.size()),
-        landed_here_(base.config.params.size(), 0) {}
+        landed_here_(base.config.params.size(), 0) {
+    if (column) machines_.emplace(base, exchange, std::move(column));
+  }
 
   // While this lives nothing is added to the sums: all ranks do with them what they asked for. It
   // ends the look also where that throws.
@@ -65,6 +69,7 @@ class GradientSums final {
   Foundation& base_;
   GradientExchange& exchange_;
   Agreement agreement_;
+  std::optional<MachineSums> machines_;     // none: there is one
   std::vector<std::uint32_t> landed_here_;  // by parameter
   bool looked_ = true;
 };

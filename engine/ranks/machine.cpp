@@ -48,15 +48,17 @@ std::vector<Seat> Machine::meet(const SeatOffer& offer) {
   check_room_for_files(config_.ranks - 1, *offer.bell);
   if (claimed_) std::exchange(claimed_, {})();
   // 2. All ranks come.
-  std::vector<Peer> peers =
-      strata::meet({.folder = config_.ranks_folder,
-                    .rank = config_.rank,
-                    .count = config_.ranks,
-                    .timeout = std::chrono::milliseconds(
-                        static_cast<std::int64_t>(config_.ranks_timeout_s * 1e3)),
-                    .hello = std::as_bytes(std::span(&hello, 1)),
-                    .descriptors = offered,
-                    .pids = config_.ranks_pids});
+  std::vector<Peer> peers;
+  if (config_.ranks > 1) {
+    peers = strata::meet({.folder = config_.ranks_folder,
+                          .rank = config_.rank,
+                          .count = config_.ranks,
+                          .timeout = std::chrono::milliseconds(
+                              static_cast<std::int64_t>(config_.ranks_timeout_s * 1e3)),
+                          .hello = std::as_bytes(std::span(&hello, 1)),
+                          .descriptors = offered,
+                          .pids = config_.ranks_pids});
+  }
   // 3. What they show.
   std::vector<Seat> seats(config_.ranks);
   seats[config_.rank] = seat_of(own_->bytes(), config_.ranks, offer.memory);

@@ -74,7 +74,10 @@ Ownership ownership_of(const Config& config, const Layout& layout) {
 }
 
 Ownership ownership_of(const Config& config, const Layout& layout, std::uint32_t rank) {
-  return share_chunks(layout, rank, config.ranks);
+  Ownership owns = share_chunks(layout, rank, config.ranks);
+  // The exchange of gradients has parts that this rank owns, also where it owns all.
+  if (config.ranks == 1 && config.machines > 1) owns.owners.assign(layout.chunks.size(), 0);
+  return owns;
 }
 
 std::vector<OwnedRun> owned_runs(const Layout& layout, const Ownership& owns, std::uint32_t param) {

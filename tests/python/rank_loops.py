@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import time
 from dataclasses import dataclass
 from datetime import timedelta
@@ -101,7 +102,7 @@ def options_of(run: Rank, options: dict[str, Any]) -> dict[str, Any]:
     if "dtype" in options:
         options["dtype"] = getattr(torch, options["dtype"])
     if options.get("ssd_path") == "own":
-        options["ssd_path"] = run.folder / "ssd"
+        options["ssd_path"] = run.folder / f"ssd{os.environ.get('STRATA_MACHINE', '')}"
         options["ssd_path"].mkdir(exist_ok=True)
     return options
 

@@ -56,18 +56,26 @@ def machines(run: Rank) -> tuple[str, ...]:
     return found.machines if found is not None else ()
 
 
-def wraps_apart(run: Rank) -> list[str]:
-    """Ranks that share no memory, or with `STRATA_MACHINE` not set, none of their folders. What
-    each is told."""
-    from strata._config import ranks
-
-    if "STRATA_MACHINE" not in os.environ:
-        ranks._sees = lambda _: run.rank == 0
+def wraps_apart(run: Rank, **options: Any) -> list[str]:
+    """What each rank is told; nothing where they train."""
     try:
-        wrap(run, make_model())
-    except ValueError as error:
+        wrap(run, make_model(), **options_of(run, options))
+    except (ValueError, strata.StrataError) as error:
         return [str(error)]
     return []
+
+
+def sees_no_folder(run: Rank) -> str:
+    """Two ranks and two others have folders that only they see. What is learned."""
+    from strata._config import ranks
+
+    home = run.folder / f"tmp-{run.rank // 2}"
+    home.mkdir(exist_ok=True)
+    os.environ["XDG_RUNTIME_DIR"] = str(home)
+    ranks._sees = lambda folder: folder.startswith(str(home))
+    model, optimizer = wrap(run, make_model())
+    train(run, model, optimizer, 2)
+    return hash_of(model)
 
 
 def reads_pages(run: Rank, steps: int, **options: Any) -> int:

@@ -149,8 +149,9 @@ class Ranks:
 
     def start(self, scenario: str, ranks: int | str, **arguments: Any) -> Run:
         """Starts `ranks` processes; one alone is no rank, as without torchrun. A text has a letter
-        for the machine of each, which does not share memory with the others. `scenario`: a
-        function of rank_scenarios.py, or with its module ahead of it, as "rank_saves.saves"."""
+        for the machine of each, which does not share memory with the others; "{machine}" in an
+        argument becomes it. `scenario`: a function of rank_scenarios.py, or with its module ahead
+        of it, as "rank_saves.saves"."""
         machines = ranks if isinstance(ranks, str) else ""
         count = len(machines) if isinstance(ranks, str) else ranks
         folder = Path(self._folder.name) / f"run-{self._runs}"
@@ -216,7 +217,8 @@ def _run_scenario(order: dict[str, Any], rank: int) -> None:
     faulthandler.register(signal.SIGUSR2)  # where each thread is
     torch.set_num_threads(1)
     if order["machines"]:
-        os.environ["STRATA_MACHINE"] = order["machines"][rank]
+        machine = os.environ["STRATA_MACHINE"] = order["machines"][rank]
+        order["with"] = json.loads(json.dumps(order["with"]).replace("{machine}", machine))
     run = rank_scenarios.Rank(rank, order["ranks"], folder, order["port"])
     if order["ranks"] > 1:
         os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(order["ranks"])}

@@ -153,14 +153,14 @@ class Options:
         the same budgets. All of them come here, ahead of what a rank does in its own way."""
         if self.ranks is not None:
             host, disk = machine.free_host_bytes(), self._free_disk()
-            self._free = (self.ranks.least(host), self.ranks.least(disk))
+            self._free = (self.ranks.all.least(host), self.ranks.all.least(disk))
 
     def take_page_size_of_all(self, found: int) -> bool:
         """Where page_size is "auto": the smallest of those that ranks find, by device budgets that
         may differ. Returns whether it is another one than `found`. All ranks come here."""
         if self.ranks is None or self.page_size != "auto":
             return False
-        smallest = self.ranks.least(found)
+        smallest = self.ranks.all.least(found)
         if smallest < found:
             self.page_size = smallest
         return smallest < found

@@ -1,7 +1,8 @@
-"""The ranks that train together, on one machine, as torch.distributed has started them.
+"""The ranks that train together, on one machine or several, as torch.distributed has started them.
 
     ranks = find_ranks(rank_group)        # None: this process is alone
-    ranks.folder                          # where they meet, of this user alone
+    ranks.folder                          # where those of a machine meet, of this user alone
+    ranks.all                             # those of all machines
     ranks.group                           # which sends tensors in CPU memory
     ranks.hear(value)                     # what all of them say
     ranks.share(tensor)                   # what rank 0 has
@@ -34,12 +35,14 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import distributed
 
 from .._errors import StrataError
 from .._torch_compat import copy_rows, default_store
 from . import machine
 from .launched import processes_started, restarts_share_a_store
-from .rank_group import Collectives, cpu_group, group_of, meets_over_a_file
+from .machines import Machines
+from .rank_group import WAIT, Collectives, cpu_group, group_of, meets_over_a_file
 
 if TYPE_CHECKING:
     from .._core import Config, Plan
@@ -65,6 +68,8 @@ class Ranks:
     run: str = ""  # a name that no other run has
     pids: tuple[int, ...] = ()  # by rank; none: on paper
     machines: tuple[str, ...] = ()  # by rank: its name; none: all are of one
+    column: Machines | None = field(default=None, repr=False)  # None: there is one machine
+    whole: Ranks | None = field(default=None, repr=False)  # of all machines; None: there is one
     group: Any = field(default=None, repr=False)  # of cpu_group(); None: on paper
     store: Any = field(default=None, repr=False)  # torch's, where they began; None: on paper
 
@@ -77,7 +82,14 @@ class Ranks:
             "pids": list(self.pids),
             "timeout_s": TIMEOUT_S,
             "sums": gradients == "sum",
+            "machine": self.column.machine if self.column is not None else 0,
+            "machines": self.column.count if self.column is not None else 1,
         }
+
+    @property
+    def all(self) -> Ranks:
+        """The ranks of all machines."""
+        return self.whole or self
 
     def hear(self, said: Any) -> list[Any]:
         """What each rank said, by rank: JSON values."""
@@ -220,8 +232,8 @@ def find_ranks(rank_group: Any = None) -> Ranks | None:
     """The ranks of a group, if there is more than one.
 
     Raises:
-        ValueError: torch.distributed is still to be initialised; the ranks are on several machines;
-            or as group_of(), as TypeError.
+        ValueError: torch.distributed is still to be initialised; machines have different numbers of
+            ranks; or as group_of(), as TypeError.
         StrataError: another one has ended, or cannot be reached.
     """
     with naming_lost(None):
@@ -271,15 +283,45 @@ def _find_ranks(rank_group: Any) -> Ranks | None:
         )
     pids = found.hear(os.getpid())
     machines, folders = _places(found)
+    run = os.path.basename(folders[0])
     if machines:
-        shutil.rmtree(folders[found.rank], ignore_errors=True)
-        where = ", ".join(f"rank {rank} on {name}" for rank, name in enumerate(machines))
+        first = _here(found.rank, found.count, machines)[0]
+        return _of_machine(replace(found, folder=folders[first], machines=machines), run, pids)
+    return replace(found, folder=folders[0], run=run, pids=tuple(pids))
+
+
+def _of_machine(whole: Ranks, run: str, pids: Sequence[int]) -> Ranks:
+    """The ranks of this one's machine, where there are several. `whole`: of all of them."""
+    names = tuple(dict.fromkeys(whole.machines))
+    here = _here(whole.rank, whole.count, whole.machines)
+    where = ", ".join(f"rank {rank} on {name}" for rank, name in enumerate(whole.machines))
+    if any(whole.machines.count(name) != len(here) for name in names):
+        shutil.rmtree(whole.folder, ignore_errors=True)
         raise ValueError(
-            f"ranks are on {len(set(machines))} machines ({where}), or do not see the same files "
-            "and processes: strata trains ranks of one machine, so start all of them there"
+            f"ranks are on {len(names)} machines, or do not see the same files and processes "
+            f"({where}), and not as many on each: start as many ranks on each machine"
         )
-    folder = folders[0]
-    return replace(found, folder=folder, run=os.path.basename(folder), pids=tuple(pids))
+    log.info("ranks of %d machines, which do not share memory: %s", len(names), where)
+    machine, rank = names.index(whole.machines[whole.rank]), here.index(whole.rank)
+
+    def group(name: str, number: int, size: int) -> Any:
+        store = distributed.PrefixStore(f"strata/{run}/{name}", whole.store)
+        return distributed.ProcessGroupGloo(store, number, size, WAIT)
+
+    local = group(f"machine-{machine}", rank, len(here))
+    columns = group(f"column-{rank}", machine, len(names))
+    column = Machines(machine, names, columns, whole.store, f"strata/{run}/machines-{rank}")
+    return Ranks(
+        rank,
+        len(here),
+        whole.folder,
+        f"{run}-{machine}",
+        tuple(pids[of] for of in here),
+        column=column,
+        whole=whole,
+        group=local,
+        store=whole.store,
+    )
 
 
 def _places(ranks: Ranks) -> tuple[tuple[str, ...], list[str]]:

@@ -88,7 +88,7 @@ class Hooks:
         ]
         if (adapters := refuse_new_adapters(state.model)) is not None:
             self._handles.append(adapters)
-        count = state.ranks.count if state.ranks is not None else 1
+        count = state.ranks.all.count if state.ranks is not None else 1
         self._of_several = count > 1 or several_processes()
         if self._of_several:
             self._handles.append(KeptUnwrapped(state.model, count, state.shards is not None))

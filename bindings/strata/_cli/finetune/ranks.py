@@ -32,10 +32,17 @@ WAIT = timedelta(days=30)  # for rank 0, which may read data for hours; a dead o
 
 
 def meet() -> Ranks | None:
-    """The ranks of this run, which torch.distributed knows from here on."""
+    """The ranks of this run, which torch.distributed knows from here on. Raises ValueError where
+    they are on several machines."""
     if processes_started() > 1 and not distributed.is_initialized():
         distributed.init_process_group("gloo", timeout=WAIT)
-    return ranks_there()
+    found = ranks_there()
+    if found is not None and found.machines:
+        raise ValueError(
+            "strata finetune trains with the ranks of one machine, and these are on "
+            f"{', '.join(dict.fromkeys(found.machines))}: start them on one"
+        )
+    return found
 
 
 def led(ranks: Ranks | None, do: Callable[[], str | None]) -> str:
