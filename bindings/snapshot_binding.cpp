@@ -187,11 +187,10 @@ py::object TakenSnapshot::gradients() const {
   if (!snapshot_.has_gradients) return py::none();
   py::list out;
   for (const SavedGradient& saved : snapshot_.gradients) {
-    const GradScaling& scaling = saved.scaling;
     py::list factors;
-    for (int i = 0; i < scaling.count; ++i) factors.append(scaling.factors[i]);
-    out.append(
-        py::make_tuple(saved.param, saved.count, saved.sum_squares, factors, scaling.divisions));
+    if (!saved.scaling.empty()) factors.append(saved.scaling.factor);
+    out.append(py::make_tuple(saved.param, saved.count, saved.sum_squares, factors,
+                              int{saved.scaling.divides}));
   }
   return out;
 }
@@ -205,11 +204,8 @@ py::list TakenSnapshot::hypers() const {
 SavedGradient saved_gradient(std::uint32_t param, std::uint32_t count, double sum_squares,
                              const std::vector<float>& factors, std::uint8_t divisions) {
   SavedGradient saved{.param = param, .count = count, .sum_squares = sum_squares, .scaling = {}};
-  for (std::size_t i = 0; i < factors.size(); ++i) {
-    if (!saved.scaling.add(factors[i], (divisions >> i & 1) != 0)) {
-      throw py::value_error("a gradient is never scaled so often");
-    }
-  }
+  if (factors.size() > 1) throw py::value_error("a gradient is never scaled so often");
+  if (!factors.empty()) saved.scaling = {.factor = factors[0], .divides = divisions != 0};
   return saved;
 }
 

@@ -210,7 +210,7 @@ void Session::replace_gradient(std::uint32_t param, const void* from, Dtype dtyp
 bool Session::scale_gradient(std::uint32_t param, float factor, bool divides) {
   Gate::Call in(gate_);
   core_->base.check_param(param);
-  return core_->gradients.scale(in.lock(), param, factor, divides);
+  return core_->gradients.scale(in.lock(), param, {.factor = factor, .divides = divides});
 }
 
 void Session::drop_gradients_of(const std::vector<std::uint32_t>& params) {

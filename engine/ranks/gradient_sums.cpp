@@ -7,31 +7,28 @@
 
 namespace strata {
 
-void GradientSums::end_step(Lock& lock, std::uint64_t asked,
-                            std::span<const GradScaling> scalings) {
+void GradientSums::end_step(Lock& lock, std::uint64_t asked) {
   exchange_.end_step(lock);
-  agree(lock, asked, scalings);
+  agree(lock, asked);
 }
 
-GradientSums::Look GradientSums::look(Lock& lock, std::uint64_t asked,
-                                      std::span<const GradScaling> scalings) {
+GradientSums::Look GradientSums::look(Lock& lock, std::uint64_t asked) {
   if (!exchange_.look(lock)) {
     refuse("several ranks can read or drop gradients " + std::to_string(kLooksPerStepMax) +
            " times in a step, and no more");
   }
   Look look(&exchange_);
-  agree(lock, asked, scalings);
+  agree(lock, asked);
   return look;
 }
 
-void GradientSums::agree(Lock& lock, std::uint64_t asked, std::span<const GradScaling> scalings) {
+void GradientSums::agree(Lock& lock, std::uint64_t asked) {
   std::vector<Agreement::Entry> entries;
   Fingerprint all;
   all.add(asked);
   for (std::uint32_t param = 0; param < landed_here_.size(); ++param) {
     entries.push_back({landed_here_[param], exchange_.squares(param)});
-    all.add(std::uint64_t{scalings[param].count} << 8 | scalings[param].divisions);
-    for (const float factor : scalings[param].factors) all.add(double{factor});
+    all.add(scaled_[param].value());
   }
   agreement_.publish(entries, all.value());
   try {

@@ -316,14 +316,7 @@ class Gradients:
         if not self._state.steps.landed[index]:
             return index in self._zero and not math.isnan(factor)
         self._state.landings.wait()
-        if self._state.session.scale_gradient(index, factor, divides):
-            return True
-        if self.hidden:
-            raise RuntimeError(
-                f"the gradient of {self.name(index)} was scaled several times in this step, and of "
-                "ranks no more can be noted: multiply the factors, and scale it once"
-            )
-        return False
+        return self._state.session.scale_gradient(index, factor, divides)
 
     def open(self, index: int) -> torch.Tensor:
         """Its true values: the tensor that it is held in, or a new one. close() comes next."""

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from .._core import DtypeName
 
 NONE, LANDED, MERGED = 0, 1, 2  # kinds of runs; a waiting one is a list
-SCALINGS_MAX = 3
+SCALINGS_MAX = 1
 ADDRESSES = ("param", "master", "moment1", "moment2")  # of roles, as update_span() calls them
 
 Chunk = dict[str, Any]
