@@ -236,7 +236,8 @@ void Session::drop_gradients(bool wanted) {
 }
 
 std::uint32_t Session::gradient_count(std::uint32_t param) {
-  Gate::Call in(gate_);
+  const Lock lock(gate_.mutex(), gate_.meter());
+  if (gate_.closed()) return 0;
   core_->base.check_param(param);
   return core_->gradients.count(param);
 }
@@ -290,6 +291,12 @@ bool Session::updates_first() {
 std::uint64_t Session::steps() {
   const Lock lock(gate_.mutex(), gate_.meter());
   return gate_.closed() ? 0 : core_->steps.count();
+}
+
+std::vector<std::uint32_t> Session::last_params() {
+  const Lock lock(gate_.mutex(), gate_.meter());
+  if (gate_.closed()) return {};
+  return core_->steps.last_params();
 }
 
 std::int64_t Session::step_of(std::uint32_t param) {

@@ -260,6 +260,7 @@ class Session:
         """They are written; until then no page of another rank is asked for."""
     def steps(self) -> int:
         """Steps whose gradients were used or skipped."""
+    def last_params(self) -> list[int]: ...  # whose gradients, of any rank, the last step took
     def drain(self) -> None:
         """Waits until every update that was started is published: what lock_free leaves open."""
     def param_step(self, param: int) -> int:

@@ -252,7 +252,7 @@ def _merges(state: Wrapped) -> bool:
         log.warning("%s: of several machines nothing is held", WAITS)
         return True
     apart = state.ranks is None and state.config["update"] != "lock_free"
-    merges = not apart and any(state.steps.landed)
+    merges = not apart and any(map(state.gradients.has_landed, range(len(state.params))))
     if merges:
         log.warning("%s: gradients have landed since the last step()", WAITS)
     return merges

@@ -291,8 +291,6 @@ class Taker:
         self._unsure = True
         number = self.holder.begin(complete)
         self._known, self._unsure = number, False
-        if state.ranks is not None and any(state.steps.landed):
-            state.steps.learn_landed()  # ranks have added up
         asked = Asked(number, folder, keep, context, self._form)
         try:
             self._handles.append(handle)
