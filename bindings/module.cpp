@@ -239,6 +239,7 @@ void bind_updates(SessionClass& session) {
       .def("forget_step", &Session::forget_step, WithoutGil())
       .def("end_load", &Session::end_load, WithoutGil())
       .def("steps", &Session::steps, WithoutGil())
+      .def("last_params", &Session::last_params, WithoutGil())
       .def("drain", &Session::drain, WithoutGil())
       .def("param_step", &Session::step_of, WithoutGil())
       .def("set_param_step", &Session::set_step, WithoutGil())

@@ -70,6 +70,16 @@ std::byte* GradientPlace::at(const Piece& piece) const {
   return bytes_ + base_->byte_in_page(base_->layout.chunks[chunk_], Role::grad, piece.in_chunk);
 }
 
+ExactSum GradientPlace::scale(const GradScaling& scaling) const {
+  STRATA_ASSERT(mode_ == GradMode::add);
+  ExactSum squares;
+  for (const Piece& piece : run_) {
+    squares.add(base_->kernels.land_pieces(at(piece), dtype_, {}, dtype_, piece.count,
+                                           GradMode::add, scaling));
+  }
+  return squares;
+}
+
 bool GradientPlace::pinned() const {
   return std::ranges::all_of(run_, [this](const Piece& piece) {
     return base_->tiers.pinned(at(piece), piece.count * size_of(dtype_));

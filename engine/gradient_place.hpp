@@ -20,6 +20,7 @@
 
 #include "engine/foundation.hpp"
 #include "engine/updates.hpp"
+#include "optimizers/exact_sum.hpp"
 
 namespace strata {
 
@@ -62,6 +63,9 @@ class GradientPlace final {
   GradMode mode() const { return mode_; }
   std::byte* at(const Piece& piece) const;
   const std::shared_ptr<const std::byte>& lent() const { return lent_; }  // null: it is elsewhere
+  // Rewrites what is there: scaled. Returns the sum of the squares of that. REQUIRES: it was opened
+  // for a gradient that adds, and the processor reaches it.
+  ExactSum scale(const GradScaling& scaling) const;
   // Whether a GPU's copy engine reaches all of it.
   bool pinned() const;
 

@@ -6,6 +6,21 @@
 #include "memory/check.hpp"
 
 namespace strata {
+namespace {
+
+// One more of them is under way while this lives.
+class OneMore final {
+ public:
+  explicit OneMore(std::uint32_t& count) : count_(count) { ++count_; }
+  ~OneMore() { --count_; }
+  OneMore(const OneMore&) = delete;
+  OneMore& operator=(const OneMore&) = delete;
+
+ private:
+  std::uint32_t& count_;
+};
+
+}  // namespace
 
 Gradients::Gradients(Foundation& base, BetweenSteps& between, Updates& updates, bool threads,
                      std::unique_ptr<Column> column)
@@ -52,16 +67,12 @@ void Gradients::land(Lock& lock, std::uint32_t param, std::shared_ptr<const std:
 void Gradients::land_now(Lock& lock, const IncomingGradient& gradient) {
   const BetweenSteps::StepCall call(between_, lock);
   STRATA_ASSERT(gradient.from != nullptr || base_.layout.numel[gradient.param] == 0);
-  ++landings_;
   ExactSum squares;
-  try {
+  {
+    const OneMore landing(landings_);
     if (!exchange_) squares = landing_.land(lock, gradient);
     if (exchange_) exchange_->land(lock, gradient);
-  } catch (...) {
-    --landings_;
-    throw;
   }
-  --landings_;
   sum_squares_[gradient.param] = squares.value();
   scalings_[gradient.param] = {};
   if (sums_) sums_->note_landed(gradient.param);
@@ -82,7 +93,7 @@ void Gradients::refuse_behind_end() const {
 
 void Gradients::agree(Lock& lock, std::uint64_t asked) {
   if (!exchange_) return;
-  sums_->end_step(lock, asked, scalings_);
+  sums_->end_step(lock, asked);
   take_sums();
 }
 
@@ -97,7 +108,7 @@ bool Gradients::look(Lock& lock, bool wanted) {
 // All ranks do what was asked while this lives.
 GradientSums::Look Gradients::meet_others(Lock& lock, std::uint64_t asked) {
   refuse_behind_end();
-  GradientSums::Look look = sums_->look(lock, asked, scalings_);
+  GradientSums::Look look = sums_->look(lock, asked);
   take_sums();
   return look;
 }
@@ -108,6 +119,7 @@ void Gradients::take_sums() {
     const Agreement::Entry sum = sums_->of(param);
     landed_[param] = sum.landed;
     landed_params_ += sum.landed != 0 ? 1 : 0;
+    if (sums_->is_scaled(param)) continue;  // scale() keeps its squares, as where a rank is alone
     sum_squares_[param] = scalings_[param].of_squares(sum.squares.value());
   }
 }
@@ -126,15 +138,44 @@ void Gradients::replace(Lock& lock, std::uint32_t param, const std::byte* from, 
                   .step = step_});
 }
 
-bool Gradients::scale(std::uint32_t param, float factor, bool divides) {
+bool Gradients::scale(Lock& lock, std::uint32_t param, const GradScaling& scaling) {
+  const BetweenSteps::StepCall call(between_, lock);
   refuse_hidden(param);
   refuse_without_pages(param, "scaled");
   refuse_where_none_landed(param);
-  STRATA_ASSERT(!divides || factor != 0.0f);
-  if (!scalings_[param].add(factor, divides)) return false;
-  GradScaling last;
-  last.add(factor, divides);
-  sum_squares_[param] = last.of_squares(sum_squares_[param]);
+  STRATA_ASSERT(!scaling.divides || scaling.factor != 0.0f);
+  if (!scalings_[param].empty() && !write_scaled(lock, param)) return false;
+  scalings_[param] = scaling;
+  sum_squares_[param] = scaling.of_squares(sum_squares_[param]);
+  if (sums_) sums_->note_scaled(param, scaling);
+  return true;
+}
+
+// What rests becomes what was asked of it. False: a GPU alone reaches it.
+bool Gradients::write_scaled(Lock& lock, std::uint32_t param) {
+  const GradScaling scaling = scalings_[param];
+  const OneMore writing(landings_);
+  if (exchange_) {
+    exchange_->scale(lock, param, scaling);
+    scalings_[param] = {};
+    return true;
+  }
+  const Layout& layout = base_.layout;
+  const Segment& segment = layout.segments[layout.places[param].segment];
+  if (base_.on_device(segment.unit) && !base_.tiers.device().reachable()) return false;
+  const Dtype dtype = layout.grad_dtype(segment);
+  const std::vector<Piece> pieces = layout.pieces(param, 0, layout.numel[param], kGrain);
+  const IncomingGradient older{.param = param, .adds = true, .step = step_};
+  ExactSum squares;
+  for (const std::span<const Piece> run : cut_runs(base_, pieces, dtype)) {
+    GradientPlace to(base_, run);
+    base_.gate.wait(lock, [&] { return to.try_open(updates_, older) == Cause::none; });
+    const Unlocked unlocked(lock);
+    squares.add(to.scale(scaling));
+  }
+  scalings_[param] = {};
+  // In float32 they stay as if nothing was rounded, for all numbers of ranks.
+  if (dtype != Dtype::float32) sum_squares_[param] = squares.value();
   return true;
 }
 

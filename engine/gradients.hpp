@@ -58,11 +58,13 @@ class Gradients final {
   // StrataError (config) where gradients have no pages.
   void replace(Lock& lock, std::uint32_t param, const std::byte* from, Dtype dtype, Stream stream)
       STRATA_REQUIRES(core_lock);
-  // Multiplies the parameter's gradient with a factor, or divides it, and rounds it to its dtype:
-  // by what is read, added to or used of it from here on. No page moves. False, and nothing done:
-  // no more of that can be kept. Throws StrataError (config) where none has landed. REQUIRES: the
-  // factor is finite or NaN, no division is by zero, and no finite element becomes infinite.
-  bool scale(std::uint32_t param, float factor, bool divides);
+  // Multiplies the parameter's gradient with a factor, or divides it, and rounds it to its dtype.
+  // The first time no page moves: readers and updates do it. Another time what was asked before is
+  // written. Returns false, with nothing done, if a GPU alone reaches what would be written. Throws
+  // StrataError (config) where none has landed. REQUIRES: the factor is finite or NaN, no division
+  // is by zero, and no finite element becomes infinite.
+  bool scale(Lock& lock, std::uint32_t param, const GradScaling& scaling)
+      STRATA_REQUIRES(core_lock);
   // Waits until there is room for the gradient. False: there is none, and no update will make any,
   // so that Steps::complete() has to be called for other units first.
   bool fits(Lock& lock, std::uint32_t param) STRATA_REQUIRES(core_lock);
@@ -88,7 +90,7 @@ class Gradients final {
   bool any_landing() const { return landings_ != 0; }
   // Of the squares of the parameter's newest gradient, also where a step has used it: its pieces
   // are added exactly and rounded once, however pages, chunks and owners group them. Where it was
-  // scaled, as if nothing had been rounded.
+  // scaled, as if the last result had not been rounded, and none in float32.
   // Of ranks that take the mean of their gradients, it is that of the mean.
   // Throws StrataError (config) where ranks are still to add theirs.
   double sum_squares(std::uint32_t param) const;
@@ -141,6 +143,7 @@ class Gradients final {
   void take_sums();
   void refuse_without_pages(std::uint32_t param, const char* what) const;
   void refuse_where_none_landed(std::uint32_t param) const;
+  bool write_scaled(Lock& lock, std::uint32_t param) STRATA_REQUIRES(core_lock);
   void discard_pages(Lock& lock, std::uint32_t chunk) STRATA_REQUIRES(core_lock);
   std::vector<bool> touched_chunks() const;
   void read_piece(Lock& lock, std::uint32_t param, const Piece& piece, float* values)
@@ -156,7 +159,7 @@ class Gradients final {
   std::optional<EarlyUnits> early_;           // none: as early() says
   std::vector<std::uint32_t> landed_;         // by parameter: since the last step
   std::vector<double> sum_squares_;           // by parameter: of what landed
-  std::vector<GradScaling> scalings_;         // by parameter: what was asked of it since
+  std::vector<GradScaling> scalings_;         // by parameter: of what rests
   std::vector<bool> used_;                    // by parameter
   std::size_t landed_params_ = 0;             // of which any has landed
   std::size_t used_params_ = 0;

@@ -209,7 +209,7 @@ void Session::replace_gradient(std::uint32_t param, const void* from, Dtype dtyp
 bool Session::scale_gradient(std::uint32_t param, float factor, bool divides) {
   Gate::Call in(gate_);
   core_->base.check_param(param);
-  return core_->gradients.scale(param, factor, divides);
+  return core_->gradients.scale(in.lock(), param, {.factor = factor, .divides = divides});
 }
 
 void Session::drop_gradients_of(const std::vector<std::uint32_t>& params) {
@@ -235,7 +235,8 @@ void Session::drop_gradients(bool wanted) {
 }
 
 std::uint32_t Session::gradient_count(std::uint32_t param) {
-  Gate::Call in(gate_);
+  const Lock lock(gate_.mutex(), gate_.meter());
+  if (gate_.closed()) return 0;
   core_->base.check_param(param);
   return core_->gradients.count(param);
 }
@@ -289,6 +290,12 @@ bool Session::updates_first() {
 std::uint64_t Session::steps() {
   const Lock lock(gate_.mutex(), gate_.meter());
   return gate_.closed() ? 0 : core_->steps.count();
+}
+
+std::vector<std::uint32_t> Session::last_params() {
+  const Lock lock(gate_.mutex(), gate_.meter());
+  if (gate_.closed()) return {};
+  return core_->steps.last_params();
 }
 
 std::int64_t Session::step_of(std::uint32_t param) {

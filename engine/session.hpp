@@ -128,6 +128,7 @@ class Session final {
   // See updates.hpp, Note [Shared processors].
   bool updates_first();
   std::uint64_t steps();
+  std::vector<std::uint32_t> last_params();
   std::int64_t step_of(std::uint32_t param);
 
   // snapshots.hpp, snapshot_room.hpp. `keep`: complete ones beside the one that begins. With

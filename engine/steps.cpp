@@ -162,6 +162,10 @@ StepResult Steps::step(Lock& lock, const std::vector<Hyper>& groups, const StepO
   const double norm = options.squares ? std::sqrt(*options.squares) : parts_.gradients.norm();
   result.norm = norm / (options.squares ? options.grad_divisor : divisor(options));
   result.finite = std::isfinite(norm);
+  last_params_.clear();
+  for (std::uint32_t param = 0; param < base.config.params.size(); ++param) {
+    if (parts_.gradients.count(param) != 0) last_params_.push_back(param);
+  }
   // 3. Its gradients go to their updates, or are dropped.
   if (any && !result.finite && options.skip_nonfinite) {
     parts_.gradients.drop_all(lock);

@@ -62,6 +62,8 @@ class Steps final {
   // Steps whose gradients were used or skipped, and those that were skipped.
   std::uint64_t count() const { return count_; }
   std::uint64_t skipped() const { return skipped_; }
+  // Parameters whose gradients the last step() used or skipped; of ranks, those of any.
+  const std::vector<std::uint32_t>& last_params() const { return last_params_; }
 
  private:
   void agree(Lock& lock, const std::vector<Hyper>& groups, const StepOptions& options,
@@ -74,6 +76,7 @@ class Steps final {
   std::vector<Hyper> groups_;  // of several ranks: with which the last unit was completed
   std::uint64_t count_ = 0;
   std::uint64_t skipped_ = 0;
+  std::vector<std::uint32_t> last_params_;
 };
 
 }  // namespace strata

@@ -38,7 +38,7 @@ void check_landing(Dtype to_dtype, Dtype from_dtype, GradMode mode) {
 void check_pieces(Dtype to_dtype, std::span<const void* const> pieces, Dtype from_dtype,
                   GradMode mode, const GradScaling& of_older) {
   check_landing(to_dtype, from_dtype, mode);
-  STRATA_ASSERT(!pieces.empty());
+  STRATA_ASSERT(!pieces.empty() || mode != GradMode::copy);
   STRATA_ASSERT(mode != GradMode::stay);
   STRATA_ASSERT(of_older.empty() || mode == GradMode::add);
 }

@@ -165,8 +165,8 @@ struct GradientPieces {
   }
 };
 
-// A gradient that was scaled since it landed. What is read can be scaled later: on a GPU a loop
-// behind each load would wait for it, where many can be under way.
+// A gradient that was scaled since it landed. What is read can be scaled later: on a GPU a branch
+// after each load would wait for it, where many can be under way.
 template <class V, Dtype dtype>
 struct ScaledGradient {
   Gradient<V, dtype> stored;
@@ -177,20 +177,9 @@ struct ScaledGradient {
     return scaled(stored.load(at, lanes));
   }
   STRATA_DEVICE_CODE typename V::F scaled(typename V::F value) const {
-    STRATA_SELDOM for (int i = 0; i < scaling.count; ++i) {
-      const typename V::F factor = V::set(chosen(i));
-      const bool divides = (scaling.divisions >> i & 1) != 0;
-      value = rounded_to<V, dtype>(divides ? V::div(value, factor) : V::mul(value, factor));
-    }
-    return value;
-  }
-
- private:
-  // Not indexed: a GPU would keep the factors in memory for that.
-  STRATA_DEVICE_CODE float chosen(int i) const {
-    static_assert(GradScaling::kStepsMax == 3);
-    const float(&factors)[3] = scaling.factors;
-    return i == 0 ? factors[0] : i == 1 ? factors[1] : factors[2];
+    if (scaling.empty()) return value;
+    const typename V::F factor = V::set(scaling.factor);
+    return rounded_to<V, dtype>(scaling.divides ? V::div(value, factor) : V::mul(value, factor));
   }
 };
 

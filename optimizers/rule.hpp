@@ -81,32 +81,18 @@ constexpr MomentKind moment_kind(Rule rule, int number) {
   return square ? MomentKind::square : MomentKind::mean;
 }
 
-// What a gradient is multiplied with or divided by before anything else is done with it: what was
-// asked of it since it landed, in order. Each result is rounded to the gradient's dtype, as if it
-// had been written back. At most kStepsMax: they travel with every span.
+// What a gradient is multiplied with, or divided by, before anything else is done with it. The
+// result is rounded to the gradient's dtype, as if it had been written back.
 struct GradScaling {
-  static constexpr int kStepsMax = 3;
-  float factors[kStepsMax] = {};
-  std::uint8_t count = 0;
-  std::uint8_t divisions = 0;  // bit i: step i divides
+  float factor = 1.0f;
+  bool divides = false;
 
-  constexpr bool empty() const { return count == 0; }
-  bool operator==(const GradScaling&) const = default;
-  // False: there is no room for another step.
-  constexpr bool add(float factor, bool divides) {
-    if (count == kStepsMax) return false;
-    if (divides) divisions = static_cast<std::uint8_t>(divisions | (1u << count));
-    factors[count++] = factor;
-    return true;
-  }
-  // What a sum of squares becomes, as if nothing was rounded: multiplied step by step.
+  // One changes no value.
+  constexpr bool empty() const { return factor == 1.0f; }
+  // What a sum of squares becomes, as if nothing was rounded.
   constexpr double of_squares(double sum) const {
-    for (int step = 0; step < count; ++step) {
-      const double factor = double{factors[step]};
-      const double by = (divisions >> step & 1) != 0 ? 1.0 / factor : factor;
-      sum *= by * by;
-    }
-    return sum;
+    const double by = divides ? 1.0 / double{factor} : double{factor};
+    return sum * (by * by);
   }
 };
 
@@ -162,9 +148,10 @@ struct Kernels {
                           std::size_t count, GradMode mode, const GradScaling& of_older);
   // The same of pieces from several ranks, all of from_dtype: they are added in float32, one by one
   // in the order given, to what is older or, where they are copied, to the first of them; the sum
-  // is rounded once. One piece lands as land_gradient() lands it. A piece may be the destination
-  // itself where the dtypes are the same. REQUIRES: there is one piece at least; nothing stays;
-  // `of_older` is empty where pieces are copied.
+  // is rounded once. One piece lands as land_gradient() lands it. Where none is added, `of_older`
+  // is written to the destination. A piece may be the destination itself where the dtypes are the
+  // same. REQUIRES: there is one piece at least where they are copied; nothing stays; `of_older` is
+  // empty where pieces are copied.
   double (*land_pieces)(void* to, Dtype to_dtype, std::span<const void* const> pieces,
                         Dtype from_dtype, std::size_t count, GradMode mode,
                         const GradScaling& of_older);

@@ -308,7 +308,8 @@ def gather_grad(parameter: torch.Tensor) -> torch.Tensor | None:
     state, index = slot.state, slot.index
     if state.gradients.on_step or state.gradients.is_own(index):
         return state.gradients.gather(index)
-    return state.read(index, "grad").to(state.device) if state.steps.landed[index] else None
+    there = state.gradients.has_landed(index)
+    return state.read(index, "grad").to(state.device) if there else None
 
 
 def synchronize(model: nn.Module) -> None:

@@ -192,8 +192,8 @@ class Session:
     def replace_gradient(self, param: int, address: int, dtype: DtypeName, stream: int = 0) -> None:
         """Takes it in the place of what has landed. The memory may be reused on return."""
     def scale_gradient(self, param: int, factor: float, divides: bool) -> bool:
-        """Whoever reads or uses it multiplies, or divides, and rounds. False: it can note no more.
-        REQUIRES: it has landed; a factor that is finite or NaN, and no zero where it divides."""
+        """Readers and updates do it, and round; the next call writes it first. False: a GPU alone
+        reaches it. REQUIRES: it has landed; a finite factor or NaN, no zero where it divides."""
     def gradient_squares(self, param: int) -> tuple[float, bool]:
         """The sum of squares of the newest gradient, also of one that was used; whether it was
         scaled since it landed, so that the sum knows nothing of its rounding."""
@@ -257,6 +257,7 @@ class Session:
         """They are written; until then no page of another rank is asked for."""
     def steps(self) -> int:
         """Steps whose gradients were used or skipped."""
+    def last_params(self) -> list[int]: ...  # whose gradients, of any rank, the last step took
     def drain(self) -> None:
         """Waits until every update that was started is published: what lock_free leaves open."""
     def param_step(self, param: int) -> int:

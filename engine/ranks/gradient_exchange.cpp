@@ -286,6 +286,28 @@ void GradientExchange::meet(Lock& lock, Key at) {
   progress_.end_meeting();
 }
 
+void GradientExchange::scale(Lock& lock, std::uint32_t param, const GradScaling& scaling) {
+  const IncomingGradient older{.param = param, .adds = true, .step = updates_step_};
+  for (std::uint32_t id = first_part_[param]; id < first_part_[param + 1]; ++id) {
+    Part& part = parts_[id];
+    if (part.landed != step_) continue;
+    const std::vector<Piece> cut = base_.layout.pieces(param, part.first, part.count, kGrain);
+    GradientPlace to(base_, cut);
+    base_.gate.wait(lock,
+                    [&] { return !part.adding && to.try_open(updates_, older) == Cause::none; });
+    part.adding = true;  // a rank that takes another way may send a gradient that is to be added
+    ++adding_;
+    {
+      const Unlocked unlocked(lock);
+      to.scale(scaling);
+    }
+    part.adding = false;
+    --adding_;
+    base_.gate.notify();
+    base_.bell.ring();  // for pieces that have come meanwhile
+  }
+}
+
 void GradientExchange::forget(std::uint32_t param) {
   for (std::uint32_t id = first_part_[param]; id < first_part_[param + 1]; ++id) {
     parts_[id].landed = 0;

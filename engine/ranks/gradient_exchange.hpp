@@ -79,6 +79,10 @@ class GradientExchange final {
   // of it. False: this rank cannot look so often in a step.
   bool look(Lock& lock) STRATA_REQUIRES(core_lock);
   void end_look();
+  // Rewrites what rests of the parameter in the chunks that this rank owns. REQUIRES: all of it
+  // has landed, as behind a look.
+  void scale(Lock& lock, std::uint32_t param, const GradScaling& scaling)
+      STRATA_REQUIRES(core_lock);
   // What has landed of the parameter in this step is dropped: what lands next is added to nothing.
   void forget(std::uint32_t param);
   // The next step begins; its updates will be of step `updates`, perhaps the last one's again: one

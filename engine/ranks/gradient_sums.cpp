@@ -7,30 +7,25 @@
 
 namespace strata {
 
-void GradientSums::end_step(Lock& lock, std::uint64_t asked,
-                            std::span<const GradScaling> scalings) {
+void GradientSums::end_step(Lock& lock, std::uint64_t asked) {
   exchange_.end_step(lock);
-  agree(lock, asked, scalings);
+  agree(lock, asked);
 }
 
-GradientSums::Look GradientSums::look(Lock& lock, std::uint64_t asked,
-                                      std::span<const GradScaling> scalings) {
+GradientSums::Look GradientSums::look(Lock& lock, std::uint64_t asked) {
   if (!exchange_.look(lock)) {
     refuse("several ranks can read or drop gradients " + std::to_string(kLooksPerStepMax) +
            " times in a step, and no more");
   }
   Look look(&exchange_);
-  agree(lock, asked, scalings);
+  agree(lock, asked);
   return look;
 }
 
-void GradientSums::agree(Lock& lock, std::uint64_t asked, std::span<const GradScaling> scalings) {
+void GradientSums::agree(Lock& lock, std::uint64_t asked) {
   Fingerprint all;
   all.add(asked);
-  for (const GradScaling& scaling : scalings) {
-    all.add(std::uint64_t{scaling.count} << 8 | scaling.divisions);
-    for (const float factor : scaling.factors) all.add(double{factor});
-  }
+  for (const Fingerprint& scaled : scaled_) all.add(scaled.value());
   std::vector<std::uint32_t> landed = landed_here_;
   if (machines_) landed = machines_->add_up(lock, all.value(), landed_here_);
   std::vector<Agreement::Entry> entries;

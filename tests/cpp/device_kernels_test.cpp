@@ -342,7 +342,7 @@ TEST_P(DeviceKernelsTest, WhatTheCpuRefusesIsRefused) {
   landing.to_dtype = Dtype::float16;
   EXPECT_DEATH(land({landing}), "float32") << "only sums are of another dtype";
   landing.to_dtype = Dtype::float32;
-  landing.of_older.add(2.0f, false);
+  landing.of_older = {.factor = 2.0f};
   EXPECT_DEATH(land({landing}), "nullptr");
   std::byte older[4] = {};
   landing.to = older;

@@ -46,8 +46,8 @@ struct Pieces {
   std::string text() const {
     return std::string(" to ") + name(to) + " from " + name(from) + " ranks " +
            std::to_string(pieces_at.size()) + " count " + std::to_string(count) +
-           (mode == GradMode::add ? " added" : " copied") + " scalings " +
-           std::to_string(of_older.count);
+           (mode == GradMode::add ? " added" : " copied") + " scaled by " +
+           std::to_string(of_older.factor);
   }
 };
 
@@ -107,11 +107,8 @@ std::vector<float> land_slowly(const Pieces& pieces, Bytes& bytes) {
     return as_floats(bytes.at<std::byte>(at), dtype, pieces.count);
   };
   std::vector<float> sums = read(pieces.to_at, pieces.to);
-  for (int k = 0; k < pieces.of_older.count; ++k) {
-    const float factor = pieces.of_older.factors[k];
-    const bool divides = (pieces.of_older.divisions >> k & 1) != 0;
-    for (float& sum : sums) sum = rounded(divides ? sum / factor : sum * factor, pieces.to);
-  }
+  const auto [factor, divides] = pieces.of_older;
+  for (float& sum : sums) sum = rounded(divides ? sum / factor : sum * factor, pieces.to);
   for (std::size_t rank = 0; rank < pieces.pieces_at.size(); ++rank) {
     const std::vector<float> piece = read(pieces.pieces_at[rank], pieces.from);
     const bool copies = rank == 0 && pieces.mode == GradMode::copy;
@@ -200,6 +197,26 @@ TEST(LandPieces, APieceMayBeTheDestination) {
   }
 }
 
+TEST(LandPieces, WithoutPiecesWhatIsThereIsScaled) {
+  for (std::uint64_t seed = 0; seed < 300; ++seed) {
+    std::mt19937_64 random(seed);
+    Bytes bytes;
+    Pieces none = any_pieces(bytes, random);
+    none.mode = GradMode::add;
+    none.from = none.to;
+    none.of_older = any_scaling(random);
+    none.pieces_at.clear();
+    SCOPED_TRACE("seed " + std::to_string(seed) + none.text());
+    Bytes expected = bytes;
+    const double sum = norm_in_order(land_slowly(none, expected));
+    for (const Isa isa : isas()) {
+      Bytes actual = bytes;
+      EXPECT_TRUE(same_sum(none.land(isa, actual), sum)) << name(isa);
+      ASSERT_TRUE(actual == expected) << name(isa);
+    }
+  }
+}
+
 TEST(LandPieces, HalfBitsOfSeveralRanksAreNotLost) {
   const std::uint16_t one = 0x3f80, half_bit = 0x3b80;  // 1 and 2^-8: half of one's last bit
   const std::vector<const void*> pieces = {&one, &half_bit, &half_bit};
@@ -225,8 +242,7 @@ TEST(LandPieces, WhatMeansNothingIsRefused) {
   const std::vector<float> piece(4, 1.0f);
   const std::vector<const void*> pieces(2, piece.data());
   std::vector<float> to(4);
-  GradScaling scaling;
-  scaling.add(2.0f, false);
+  const GradScaling scaling{.factor = 2.0f};
   const auto land = [&](std::span<const void* const> from, Dtype to_dtype, GradMode mode,
                         const GradScaling& of_older) {
     kernels(best_isa())

@@ -153,7 +153,7 @@ TEST(Update, EveryInstructionSetGivesTheSameBits) {
     const auto step = static_cast<std::int64_t>(1 + random() % 3);
     const float grad_scale = random() % 2 == 0 ? 1.0f : 0.37f;
     GradScaling scaling;
-    if (random() % 2 == 0) scaling.add(0.3f, random() % 2 == 0);
+    if (random() % 2 == 0) scaling = {.factor = 0.3f, .divides = random() % 2 == 0};
     const std::size_t cut = count == 0 ? 0 : random() % count;
 
     Streams expected = start;

@@ -79,8 +79,7 @@ class PlainParam final {
   }
   // Right away, and not when the gradient is used.
   void scale_gradient(float factor, bool divides) {
-    GradScaling scaling;
-    scaling.add(factor, divides);
+    const GradScaling scaling{.factor = factor, .divides = divides};
     std::vector<float> values(numel_);
     kernels(Isa::scalar).read_gradient(grad_.data(), grad_dtype(), scaling, numel_, values.data());
     for (std::size_t i = 0; i < numel_; ++i) {

@@ -68,8 +68,12 @@ class RankChecks final {
     }
     if (look.what == Look::What::norms || session.gradient_count(look.param) == 0) return 1;
     if (look.what == Look::What::scales) {
-      promise(session.scale_gradient(look.param, look.factor, look.divides), "no room to scale");
-      once([&] { world_.oracle.scale(look.param, look.factor, look.divides); });
+      for (const bool divides : {look.divides, !look.divides}) {  // the second writes the first
+        call_("scale", [&] {
+          promise(session.scale_gradient(look.param, look.factor, divides), "it was not scaled");
+        });
+        once([&] { world_.oracle.scale(look.param, look.factor, divides); });
+      }
       return 1;
     }
     call_("drop", [&] { session.drop_gradients_of({look.param}); });

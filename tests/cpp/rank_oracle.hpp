@@ -68,9 +68,8 @@ class RankOracle final {
     scaled_[param].reset();
   }
   void scale(std::uint32_t param, float factor, bool divides) {
-    GradScaling scaling;
-    scaling.add(factor, divides);
-    scaled_[param] = scaling.of_squares(squares_of(param));
+    const GradScaling scaling{.factor = factor, .divides = divides};
+    scaled_[param] = scaling.of_squares(squares(param));
     params_[param].scale_gradient(factor, divides);
   }
 

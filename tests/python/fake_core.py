@@ -28,12 +28,11 @@ class Session(Saves, Alone):
         self.plan = plan(config)
         self.params = [Param(i, spec, foreign) for i, spec in enumerate(config["params"])]
         self.visits: list[tuple[int, int]] = []  # visit and unit, for each enter without its leave
-        self.steps_used = 0
+        self.stepped: list[list[int]] = []  # by step: parameters that had gradients
         self.members = [
             [p for p in self.params if p.spec["unit"] == u] for u in range(len(config["units"]))
         ]
-        everything = sum(p.device.nbytes for p in self.params)
-        self.evicts = config["device_bytes"] < everything
+        self.evicts = config["device_bytes"] < sum(p.device.nbytes for p in self.params)
         self.peak = 0
         self.spans: list[dict[str, Any]] = []
         self.staleness = [0] * len(config["units"])  # forwards; none of them sees old parameters
@@ -224,7 +223,10 @@ class Session(Saves, Alone):
         self._forget()
 
     def steps(self) -> int:
-        return self.steps_used
+        return sum(map(bool, self.stepped))
+
+    def last_params(self) -> list[int]:
+        return self.stepped[-1] if self.stepped else []
 
     def step(
         self,
@@ -248,7 +250,7 @@ class Session(Saves, Alone):
         for unit in range(len(self.members)):
             if not skipped:
                 self._update(unit, groups, scale, max_unit_norm)
-        self.steps_used += any(p.landed for p in self.params)
+        self.stepped.append([p.index for p in self.params if p.landed])
         self._forget()
         for u in range(len(self.members)):
             assert not self.entered(u), f"unit {u} is entered during step()"
@@ -265,9 +267,6 @@ class Session(Saves, Alone):
                 p.updated = True
                 self._span("update", unit, False, begin, p.device.nbytes)
 
-    def drain(self) -> None:
-        self._open()
-
     def param_step(self, param: int) -> int:
         return self.params[param].step
 
@@ -276,6 +275,8 @@ class Session(Saves, Alone):
 
     def synchronize(self) -> None:
         self._open()
+
+    drain = synchronize
 
     def stats(self) -> dict[str, Any]:
         none = [0] * len(self.members)

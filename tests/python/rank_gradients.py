@@ -171,19 +171,23 @@ def checkpoints(run: Rank) -> str:
     return hash_of(model)
 
 
-def scales_often(run: Rank) -> str:
-    """More factors than can be noted of one gradient: the words."""
-    model, _ = wrap(run, make_model())
-    for batch in run.share(batches_of(0)):
-        model(batch).square().mean().backward()
-    gradient = next(model.parameters()).grad
-    assert gradient is not None
-    try:
-        for _ in range(4):
-            gradient.mul_(0.7)
-    except RuntimeError as error:
-        return str(error)
-    return "nothing"
+def scales_often(run: Rank) -> list[Any]:
+    """Each factor is written when the next one comes."""
+    model, optimizer = wrap(run, make_model())
+    norms = []
+    for step in range(2):
+        mine = run.share(batches_of(step))
+        for batch in mine:
+            (model(batch).square().mean() / len(mine)).backward()
+        for parameter in model.parameters():
+            if parameter.grad is None:
+                continue
+            for factor in (0.7, 3.0, 0.1, 1.1):
+                parameter.grad.mul_(factor)
+            norms.append(parameter.grad.norm().item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return [norms, hash_of(model)]
 
 
 def parts(run: Rank, what: str) -> None:
@@ -191,9 +195,12 @@ def parts(run: Rank, what: str) -> None:
     model, optimizer = wrap(run, make_model())
     for batch in run.share(batches_of(0)):
         model(batch).square().mean().backward()
-    gradient = next(model.parameters()).grad if what == "scales" or run.rank == 1 else None
+    scales = what in {"scales", "scales first"}
+    gradient = next(model.parameters()).grad if scales or run.rank == 1 else None
     if run.rank == 1 and what == "scales":
         gradient.mul_(0.5)  # type: ignore[union-attr]
+    if what == "scales first":
+        gradient.mul_(0.5 + run.rank).mul_(0.3)  # type: ignore[union-attr]
     if run.rank == 1 and what == "drops":
         optimizer.zero_grad()
     optimizer.step()

@@ -65,7 +65,7 @@ def folders_apart(run: Rank, root: str, **options: Any) -> str:
 class LateLander(Lander):
     """Gradients are on their way for a while when the backward is over, as those of a GPU are."""
 
-    def put(self, landing: Landing, byte_count: int = 0) -> None:
+    def put(self, landing: Landing, byte_count: int = 0, index: int = -1) -> None:
         """Each one takes some milliseconds."""
 
         def late(stream: int) -> None:
@@ -73,7 +73,7 @@ class LateLander(Lander):
                 time.sleep(0.003)
             landing(stream)
 
-        super().put(late, byte_count)
+        super().put(late, byte_count, index)
 
 
 def lands_late(run: Rank, **options: Any) -> str:

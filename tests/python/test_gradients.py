@@ -23,7 +23,7 @@ from gradient_models import (
 from small_models import assert_same
 from strata._runtime.wrapped import wrapped
 from torch import nn
-from torch.nn.utils import clip_grad_norm_
+from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
 
 # Backwards that add up ----------------------------------------------------------------------------
 
@@ -124,6 +124,46 @@ def test_clip_grad_norm_needs_no_values(
     assert ours.dtype == theirs.dtype
     torch.testing.assert_close(ours, theirs, rtol=4 * torch.finfo(dtype).eps, atol=0)
     assert moves(model) == before
+
+
+@pytest.mark.usefixtures("no_reads")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tier", TIERS)
+def test_what_was_unscaled_is_clipped_where_it_rests(
+    tier: str, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bits of plain PyTorch; the update clips, and what it clips was unscaled and rounded."""
+    plain = plain_net(dtype)
+    model, optimizer = wrapped_net(tier, tmp_path, dtype)
+    other = sgd(plain)
+    for m, o in ((model, optimizer), (plain, other)):
+        backward(m)
+        scaler = torch.amp.GradScaler("cpu", init_scale=700.0)
+        scaler.scale(torch.ones(1))
+        scaler.unscale_(o)
+        clip_grads_with_norm_(m.parameters(), 0.5, torch.tensor(3.0))
+    ours, theirs = (get_total_norm(grads(m)) for m in (model, plain))
+    torch.testing.assert_close(ours, theirs, rtol=4 * torch.finfo(dtype).eps, atol=0)
+    monkeypatch.undo()
+    same_gradients(model, plain)
+    optimizer.step()
+    other.step()
+    if dtype is torch.float32:
+        assert_same(model, plain)
+
+
+def test_norms_do_not_drift_from_what_is_scaled_often(tmp_path: Path) -> None:
+    """Each rounding is in the norm, except the last one."""
+    plain = plain_net(torch.bfloat16)
+    model, _ = wrapped_net("host", tmp_path, torch.bfloat16)
+    for m in (model, plain):
+        backward(m)
+        weight(m).grad.fill_(1.0)
+        for _ in range(40):
+            weight(m).grad.mul_(0.9)
+    same_gradients(model, plain)
+    ours, theirs = (weight(m).grad.norm() for m in (model, plain))
+    torch.testing.assert_close(ours, theirs, rtol=2**-7, atol=0)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

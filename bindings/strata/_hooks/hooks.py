@@ -32,7 +32,7 @@ from .._activations.swapping import Swapping
 from .._runtime.real_grads import drop_real
 from .._runtime.streams import graphs_in_use, refuse_capture
 from .._runtime.unit import Unit
-from .._runtime.visits import Change, Visit
+from .._runtime.visits import StepCall, Visit
 from .._runtime.wrapped import Wrapped
 from .._torch_compat import DisableTorchFunction, graph_task, untraced
 from .adapters import refuse_new_adapters
@@ -163,10 +163,10 @@ class Hooks:
             recorder.correct(unit.index, session.entered(unit.index))
 
     def _learn_outcome(self, over: list[Visit], tasks: list[int], others: list[Visit]) -> bool:
-        """Gradients, and the count of steps, are one for all threads: only a backward or a change
+        """Gradients, and the count of steps, are one for all threads: only a backward or a step()
         that was given up leaves them in doubt. False: another thread is at them, so later."""
-        if tasks or any(visit.task != -1 or isinstance(visit, Change) for visit in over):
-            if self.state.visits.in_backward or any(isinstance(v, Change) for v in others):
+        if tasks or any(visit.task != -1 or isinstance(visit, StepCall) for visit in over):
+            if self.state.visits.in_backward or any(isinstance(v, StepCall) for v in others):
                 return False
             self.state.steps.learn_outcome()
         return True

@@ -78,7 +78,7 @@ class LandHook(Uncopied):
         if state.gradients.land(index, grad):
             hooks.pins.land(index)
             return
-        if state.steps.landed[index] and not self.adds:
+        if not self.adds and state.gradients.has_landed(index):
             raise RuntimeError(
                 f"a second gradient of {state.names[index]!r} before step(): "
                 f"update={state.config['update']!r} has used the first one already, or may have; "
@@ -93,11 +93,10 @@ class LandHook(Uncopied):
         state.steps.note_backward()
         state.recorder.land()
         with state.recorder.paused():
-            state.landings.put(partial(self._land, hooks, grad), grad.nbytes)
+            state.landings.put(partial(self._land, hooks, grad), grad.nbytes, index)
             if state.recorder.recording:  # plans count what is under way apart
                 del grad
                 state.landings.wait()
-        state.steps.landed[index] += 1
         hooks.pins.land(index)
 
     def _land(self, hooks: "Hooks", grad: torch.Tensor, stream: int) -> None:

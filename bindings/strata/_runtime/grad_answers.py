@@ -5,7 +5,8 @@
 
 Norms, and whether all is finite, come from sums of squares that were taken while the gradient
 landed. Scaling in place is noted, and applied with PyTorch's rounding by whatever reads or uses the
-gradient from then on. It is noted only where that is sure to be, bit for bit, what PyTorch does.
+gradient from then on; the next scaling has the core write it. It is noted only where that is sure
+to be, bit for bit, what PyTorch does.
 """
 
 from __future__ import annotations

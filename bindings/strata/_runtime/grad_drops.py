@@ -29,16 +29,14 @@ class GradientDrops:
     def add(self, index: int) -> None:
         """Whatever the core has of the gradient is dropped; of ranks, also where this one has
         none."""
-        steps = self._state.steps
         if not self._indices:
-            steps.look_at_gradients()
-        if not steps.landed[index]:
+            self._state.steps.look_at_gradients()
+        if not self._state.gradients.has_landed(index):
             return
         if self._state.ranks is not None:
             self._indices.add(index)
         else:
             self._state.session.drop_gradients_of([index])
-        steps.landed[index] = 0
 
     def settle(self) -> None:
         """All ranks come here. Raises StrataError (config) where another drops others."""

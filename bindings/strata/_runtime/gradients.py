@@ -5,21 +5,20 @@
     state.gradients.drop(index)           # p.grad = None
     state.gradients.hand_over()              # ahead of step(): the core has all of them
 
-Note [Where a gradient is]. What a backward leaves lies in the core; `state.steps.landed` counts it.
-There it rests until step(), unless somebody has a tensor that shares its memory: one that was
-assigned to `p.grad`, or a view of what p.grad was read as. Then it is *held*: that tensor is the
-gradient, whatever the core has (held_gradients.py). Zeros are noted, and take no memory before
-step(). What step() has used is gone; its sum of squares stays.
+Note [Where a gradient is]. What a backward leaves lies in the core, which counts it. There it rests
+until step(), unless somebody has a tensor that shares its memory: one that was assigned to
+`p.grad`, or a view of what p.grad was read as. Then it is *held*: that tensor is the gradient,
+whatever the core has (held_gradients.py). Zeros are noted, and take no memory before step(). What
+step() has used is gone; its sum of squares stays.
 
 Threads: the one that trains; hooks of autograd, under the GIL.
 """
 
 from __future__ import annotations
 
-import contextlib
 import math
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import torch
@@ -34,7 +33,6 @@ from .held_gradients import HeldGradients
 from .ownership import is_shared
 from .real_grads import drop_real, real_grad, set_real
 from .shard_totals import ShardTotals, Squares
-from .visits import Change
 
 if TYPE_CHECKING:
     from .wrapped import Wrapped
@@ -140,27 +138,18 @@ class Gradients:
         self.sort_out()
         state = self._state
         state.landings.wait()
-        if not self.on_step and state.steps.landed[index]:
+        if not self.on_step and self.has_landed(index):
             raise RuntimeError(
                 f"the gradient of {state.names[index]!r} cannot be dropped alone with "
                 f"update={state.config['update']!r}: call optimizer.zero_grad()"
             )
         self._leave_values(index)
         self.totals.forget(index)
-        with self._change():
-            drop_real(state.params[index])
-            self._held.drop(index)
-            self._zero.discard(index)
-            self.used.discard(index)
-            self.drops.add(index)
-
-    @contextlib.contextmanager
-    def _change(self) -> Iterator[None]:
-        """Where an exception comes between the core and what is noted of it here, reset() learns
-        from the core what happened."""
-        change = self._state.visits.add(Change())
-        yield
-        self._state.visits.end(change)
+        drop_real(state.params[index])
+        self._held.drop(index)
+        self._zero.discard(index)
+        self.used.discard(index)
+        self.drops.add(index)
 
     def zero(self, index: int) -> None:
         """p.grad.zero_(), also of one that step() has used."""
@@ -170,16 +159,16 @@ class Gradients:
             self._held.zero(index)
             return
         self._state.landings.wait()
-        with self._change():
-            self._zero.add(index)
-            self.used.discard(index)
-            self.drops.add(index)
+        self._zero.add(index)
+        self.used.discard(index)
+        self.drops.add(index)
 
     def drop_all(self, zeros: bool = False) -> None:
         """Forgets all of them; `zeros`: those that there are become zero instead."""
         self.totals.forget_all()
-        there = {i for i in range(len(self._state.params)) if self._there(i)}
-        if zeros and self.on_step:
+        keeps = zeros and self.on_step
+        there = set(filter(self._there, range(len(self._state.params)))) if keeps else set()
+        if keeps:
             for index in there & self._held.indices():
                 self._held.zero(index)
         else:
@@ -187,10 +176,10 @@ class Gradients:
                 self._leave_values(index)
         self._state.steps.drop_gradients()
         self.used.clear()
-        if not zeros or not self.on_step:
-            self.forget()
-        else:
+        if keeps:
             self._zero |= there
+        else:
+            self.forget()
 
     def refuse_zeros(self) -> None:
         """Raises RuntimeError where all of them are to become zero, and no mode but "on_step" would
@@ -225,7 +214,13 @@ class Gradients:
 
     def _there(self, index: int) -> bool:
         known = index in self._held or index in self._zero or index in self.used
-        return known or bool(self._state.steps.landed[index])
+        return known or self.has_landed(index)
+
+    def has_landed(self, index: int) -> bool:
+        """Whether the core has a gradient of this step, or one is on its way there."""
+        if index in self.drops:
+            return False
+        return self._state.landings.has(index) or self._state.session.gradient_count(index) > 0
 
     def gather(self, index: int) -> torch.Tensor | None:
         """A float32 copy; None where there is none, or step() has used it."""
@@ -300,7 +295,7 @@ class Gradients:
     def _own_squares(self, index: int) -> Squares | None:
         if index in self._held:
             return None
-        if index in self._zero and not self._state.steps.landed[index]:
+        if index in self._zero and not self.has_landed(index):
             return 0.0, False
         self._state.landings.wait()
         self._state.steps.look_at_gradients()
@@ -313,17 +308,10 @@ class Gradients:
         self.totals.forget(index)
         if index in self._held:
             return False
-        if not self._state.steps.landed[index]:
+        if not self.has_landed(index):
             return index in self._zero and not math.isnan(factor)
         self._state.landings.wait()
-        if self._state.session.scale_gradient(index, factor, divides):
-            return True
-        if self.hidden:
-            raise RuntimeError(
-                f"the gradient of {self.name(index)} was scaled several times in this step, and of "
-                "ranks no more can be noted: multiply the factors, and scale it once"
-            )
-        return False
+        return self._state.session.scale_gradient(index, factor, divides)
 
     def open(self, index: int) -> torch.Tensor:
         """Its true values: the tensor that it is held in, or a new one. close() comes next."""
@@ -333,7 +321,7 @@ class Gradients:
         self._refuse_used(index)
         # Not one of a user's inference mode: its version tells whether it was changed.
         with torch.inference_mode(False), torch.no_grad():
-            if not self._state.steps.landed[index]:
+            if not self.has_landed(index):
                 if index not in self._zero:
                     raise RuntimeError(f"there is no gradient of {self.name(index)} any more")
                 return torch.zeros(self.shape(index), dtype=self._dtypes[index], device=self.device)
@@ -351,7 +339,7 @@ class Gradients:
             self._replace(index, values)
 
     def _refuse_used(self, index: int) -> None:
-        if index in self.used and not self._state.steps.landed[index]:
+        if index in self.used and not self.has_landed(index):
             raise RuntimeError(
                 f"the gradient of {self.name(index)} was used by optimizer.step(), and its memory "
                 "with it: only its norm is known. Read or copy it (p.grad.clone()) ahead of step()"
@@ -364,9 +352,7 @@ class Gradients:
         source = values.detach().to(state.device, self._dtypes[index]).contiguous()
         state.landings.wait()
         dtype = DTYPE_NAMES[source.dtype]
-        with self._change():
-            state.session.replace_gradient(index, source.data_ptr(), dtype, stream=state.stream())
-            state.steps.landed[index] = max(state.steps.landed[index], 1)
+        state.session.replace_gradient(index, source.data_ptr(), dtype, stream=state.stream())
         self._zero.discard(index)
         self.used.discard(index)
 
@@ -376,7 +362,7 @@ class Gradients:
         shown = ref() if ref is not None else None
         if shown is None:
             return
-        there = self._state.steps.landed[index] or index in self._held or index in self._zero
+        there = index in self._held or index in self._zero or self.has_landed(index)
         keeps = there and self.on_step and not self.hidden
         shown.leave(self.open(index) if keeps else None)
 
@@ -402,25 +388,22 @@ class Gradients:
         self.drops.settle()
         self._held.land_all()
         state = self._state
-        for index in [i for i in self._zero if not state.steps.landed[i]]:
+        for index in [i for i in self._zero if not self.has_landed(i)]:
             zeros = self.open(index)
             state.landings.wait()
-            with self._change():  # of ranks, each adds its own
-                dtype = DTYPE_NAMES[zeros.dtype]
-                state.session.land_gradient(index, zeros.data_ptr(), dtype, stream=state.stream())
-                state.steps.landed[index] = 1
+            dtype = DTYPE_NAMES[zeros.dtype]  # of ranks, each adds its own
+            state.session.land_gradient(index, zeros.data_ptr(), dtype, stream=state.stream())
 
     def any_new(self) -> bool:
         """Whether any but zeros waits for a step."""
         self.sort_out()
-        return any(self._state.steps.landed) or self._held.any_new()
+        return any(map(self.has_landed, range(len(self._state.params)))) or self._held.any_new()
 
-    def end_step(self) -> None:
-        """Of what has landed only that is left which is held, or zero."""
-        landed = {i for i, count in enumerate(self._state.steps.landed) if count}
+    def end_step(self, landed: Iterable[int]) -> None:
+        """Of what had landed only that is left which is held, or zero."""
         self._held.end_step()
         self._added.clear()
-        self.used |= landed - self._held.indices() - self._zero
+        self.used |= set(landed) - self._held.indices() - self._zero
 
     def forget(self) -> None:
         """There are no gradients, nor what they were."""

@@ -52,8 +52,9 @@ Landing = Callable[[int], None]  # given a stream, as cudaStream_t; 0 on the hos
 class _UnderWay:
     """A landing that may not be done, and what it holds."""
 
-    def __init__(self, byte_count: int) -> None:
+    def __init__(self, byte_count: int, index: int) -> None:
         self.bytes = byte_count
+        self.index = index
         self.done = False
         self.ends = threading.Lock()  # released when it is done
         self.ends.acquire()
@@ -64,9 +65,13 @@ class Inline:
 
     ahead_bytes = 0
 
-    def put(self, landing: Landing, byte_count: int = 0) -> None:
+    def put(self, landing: Landing, byte_count: int = 0, index: int = -1) -> None:
         """Does it."""
         landing(0)
+
+    def has(self, index: int) -> bool:
+        """Nothing is under way."""
+        return False
 
     def wait(self) -> None:
         """Nothing to wait for."""
@@ -106,10 +111,11 @@ class Lander:
         self._thread = Thread(target=self._run, name="strata-lander", daemon=True)
         self._thread.start()
 
-    def put(self, landing: Landing, byte_count: int = 0) -> None:
+    def put(self, landing: Landing, byte_count: int = 0, index: int = -1) -> None:
         """Queues a landing behind those put before. Waits while too many bytes are under way, or
-        would be; `byte_count`: what it holds until it is done. Raises what an earlier one raised,
-        and StrataError where the current stream is captured."""
+        would be; `byte_count`: what it holds until it is done; `index`: of the parameter whose
+        gradient it is, if any. Raises what an earlier one raised, and StrataError where the current
+        stream is captured."""
         while not self._closed and (oldest := self._in_the_way(byte_count)) is not None:
             oldest.ends.acquire(timeout=PATIENCE_S)
         self._raise()
@@ -120,11 +126,15 @@ class Lander:
             refuse_capture(self._device, "a backward of the model")
             computed = torch.cuda.Event()  # see Note [Streams]
             computed.record(torch.cuda.current_stream(self._device))
-        under_way = _UnderWay(byte_count)
+        under_way = _UnderWay(byte_count, index)
         self._queue.put((landing, self._epoch, computed, under_way))
         self._under_way.append(under_way)
         while byte_count > self.ahead_bytes and not (under_way.done or self._closed):
             under_way.ends.acquire(timeout=PATIENCE_S)
+
+    def has(self, index: int) -> bool:
+        """Whether a gradient of the parameter is under way."""
+        return any(one.index == index and not one.done for one in self._under_way.copy())
 
     def wait(self) -> None:
         """Waits until all of them are done. Raises what one of them raised, once."""

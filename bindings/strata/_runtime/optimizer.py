@@ -28,7 +28,7 @@ from .loaded_state import saved_entries, saved_groups
 from .optimizer_pages import StatePages
 from .optimizer_state import OptimizerState, wait_for_updates, without_others
 from .unit import Unit
-from .visits import Change
+from .visits import StepCall
 from .wrapped import Wrapped
 
 if TYPE_CHECKING:
@@ -137,7 +137,7 @@ class StrataOptimizer(torch.optim.Optimizer):
         state.gradients.refuse_second_use()
         if state.snapshots is not None:
             state.snapshots.raise_failure()
-        change = state.visits.add(Change())
+        call = state.visits.add(StepCall())
         state.refuse_visits()
         state.landings.wait()
         state.gradients.hand_over()
@@ -156,7 +156,7 @@ class StrataOptimizer(torch.optim.Optimizer):
             state.steps.end()
         else:
             state.planning.end_step()
-        state.visits.end(change)
+        state.visits.end(call)
         # Schedulers built on the inner optimizer look here to see whether step() came first.
         self._inner._opt_called = True  # type: ignore[attr-defined]
         return loss
@@ -184,7 +184,6 @@ class StrataOptimizer(torch.optim.Optimizer):
         if not set_to_none:
             state.gradients.refuse_zeros()
         advice = "call optimizer.step() ahead of zero_grad(), or wrap with update='on_step'"
-        change = state.visits.add(Change())
         try:
             state.gradients.drop_all(zeros=not set_to_none)
         except StrataError as error:
@@ -193,7 +192,6 @@ class StrataOptimizer(torch.optim.Optimizer):
             raise RuntimeError(
                 f"zero_grad() between backward() and step(): {error}; {advice}"
             ) from error
-        state.visits.end(change)
 
     @property
     def clips(self) -> bool:

@@ -56,6 +56,6 @@ class ShardTotals:
             return None
         state.landings.wait()
         state.steps.look_at_gradients(wanted=True)
-        squares = state.session.gradient_squares
-        own = [squares(i)[0] if n else 0.0 for i, n in enumerate(state.steps.landed)]
+        count, squares = state.session.gradient_count, state.session.gradient_squares
+        own = [squares(i)[0] if count(i) else 0.0 for i in range(len(state.params))]
         return state.shards.agreed(sum(state.shards.add_up(own)))

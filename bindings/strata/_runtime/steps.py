@@ -1,7 +1,6 @@
-"""The steps of one wrapped model: what has landed since the last one, and what came of that.
+"""The steps of one wrapped model, and what came of them.
 
-    state.steps.landed[index]          # gradients that the core has, of this step
-    state.steps.note(result)           # behind the core's step
+    state.steps.note(result)           # after the core's step
     recorded = state.steps.end()       # what was recorded of it
 
 Use from the thread that trains; autograd's own threads come here through hooks, under the GIL.
@@ -29,7 +28,6 @@ class Steps:
     def __init__(self, state: Wrapped) -> None:
         """Of a state that has its session, and its parameters."""
         self._state = state
-        self.landed = [0] * len(state.params)  # gradients that the core has, of this step
         # in_backward: what the updates of this backward use; None where none has begun.
         self.groups_used: list[GroupSpec] | None = None
         self.last: StepResult | None = None
@@ -45,12 +43,10 @@ class Steps:
         self._note(changes=not result["skipped"])
 
     def _note(self, changes: bool) -> None:
+        landed = self._state.session.last_params()
         if changes:
-            # What other ranks have gradients of changes here, too.
-            trained = [spec["trainable"] for spec in self._state.config["params"]]
-            landed = self.landed if self._state.ranks is None else trained
-            self._note_change([i for i, count in enumerate(landed) if count])
-        self._state.gradients.end_step()
+            self._note_change(landed)
+        self._state.gradients.end_step(landed)
         self._note_no_gradients()
         self.count = self._state.session.steps()
 
@@ -62,20 +58,18 @@ class Steps:
 
     def _note_no_gradients(self) -> None:
         self.groups_used = None
-        self.landed = [0] * len(self._state.params)
         for unit in self._state.units:
             unit.completes = False
 
     def learn_outcome(self) -> None:
         """After an exception: learns from the core what happened. REQUIRES: no backward runs, and
-        no other thread is in step() or zero_grad()."""
+        no other thread is in step()."""
         self._state.landings.wait()
         self._drop_real_gradients()
         if self._state.session.steps() != self.count:
             self._note(changes=True)
         if not self._state.session.in_half_step():
             self.groups_used = None
-        self.learn_landed()
 
     def forget(self) -> None:
         """Ahead of strata.load() writing all parameters, which are of no one step then: forgets
@@ -138,14 +132,7 @@ class Steps:
             return
         self._state.landings.wait()
         if self._state.session.look_at_gradients(wanted):
-            self.learn_landed()
             self._state.gradients.totals.forget_all()
-
-    def learn_landed(self) -> None:
-        """From the core."""
-        count = self._state.session.gradient_count
-        drops = self._state.gradients.drops
-        self.landed = [0 if i in drops else count(i) for i in range(len(self._state.params))]
 
     def drop_gradients(self, wanted: bool = False) -> None:
         """Forgets what has landed since the last step. `wanted`: all ranks meet for it, also those
@@ -154,7 +141,6 @@ class Steps:
         self._drop_real_gradients()
         self._state.session.drop_gradients(wanted)
         self._state.gradients.drops.forget()
-        self.landed = [0] * len(self._state.params)
 
     def _drop_real_gradients(self) -> None:
         """Those that autograd completed, and no hook took to the core: an exception came first."""

@@ -47,8 +47,8 @@ class Visit:
         self.thread = threading.get_ident()
 
 
-class Change(Visit):
-    """Of step() and zero_grad(), which enter nothing: one that cannot go on may be half done."""
+class StepCall(Visit):
+    """A call of step(), which enters nothing. One that cannot go on may be half done."""
 
     __slots__ = ()
 
