@@ -36,8 +36,7 @@ class Session(Saves, Alone):
         self.peak = 0
         self.spans: list[dict[str, Any]] = []
         self.staleness = [0] * len(config["units"])  # forwards; none of them sees old parameters
-        for u in range(len(self.members)):
-            self._settle(u)
+        list(map(self._settle, range(len(self.members))))
 
     def step_budgets(self, device_bytes: int) -> Budgets:
         return Budgets(

@@ -105,6 +105,11 @@ class Board:
             self._store.set(self._own(key), message)
             self._store.check([self._own(key)])  # it is there, ahead of what this rank does next
 
+    def decide(self, key: str, outcome: str) -> str:
+        """What the first rank that asks has decided, which holds for all. Not empty."""
+        with naming_dead(self._session):
+            return str(self._store.compare_set(f"{key}/decided", "", outcome).decode())
+
     def hear(self, key: str, call: str, place: int | None = None) -> list[str]:
         """What all have posted, by rank. Raises StrataError where one has died. `call`: what users
         call it; `place`: where this rank was at the call, and CheckpointError where another one was
@@ -131,8 +136,9 @@ class Board:
         return self._store.get(word).decode() if self._store.check([word]) else None
 
     def forget(self, key: str) -> None:
-        """What this rank has posted, which nobody hears any more."""
+        """What this rank has posted, which nobody hears any more, and what was decided."""
         self._store.delete_key(self._own(key))
+        self._store.delete_key(f"{key}/decided")
 
     @property
     def timeout_s(self) -> float:

@@ -14,7 +14,9 @@ A process that is alone is a group of one, which hears itself and waits for nobo
 
 Note [Roll call]. The first thing that a rank says in a call of the thread that trains is which call
 it is, on a board. A rank that is in another one, or that has gone on to where it waits for this one
-without a word, is named at once, and nothing was sent that a later call could take for its own.
+without a word, is named at once, and nothing was sent that a later call could take for its own. The
+first rank that has heard all, or has given up, decides for all: the one that was given up may still
+come, and would wait for a rank that has gone.
 
 Note [Nobody waits in vain]. A rank whose part raises ends the phase as well, and says why: it goes
 on with its own exception, and each of the others raises one that names it. A rank that dies says
@@ -57,6 +59,7 @@ from .rank_board import (
 Exchange = Callable[[str], list[str]]
 """Gives what all ranks say, by rank, for what this one says."""
 
+MET = "all ranks are in a call"
 LAST_WORDS_S = 1.0  # of a rank that has ended, in which what it said arrives
 LOOKS, LOOK_S = 3, 1.0  # at who is stopped, and between two: the first one asks
 
@@ -101,8 +104,11 @@ class Together:
 
         def begin(message: str) -> list[str]:
             roll.begin(message)
-            waits.until(lambda: roll.complete(call), roll.timeout_s)
-            return roll.heard
+            try:
+                waits.until(lambda: roll.complete(call), roll.timeout_s)
+            except CheckpointError as error:
+                roll.give_up(error)
+            return roll.met()
 
         return Together(call, ranks.rank, ranks.count, calls.exchange, calls, begin)
 
@@ -204,6 +210,7 @@ class Roll:
         self._step, self._count = 0, 0  # of the last one
         self._place = 0
         self._words: dict[int, str] = {}  # by rank, of those that are in it
+        self._ranks = range(board.count)
 
     def begin(self, message: str) -> None:
         """This rank is in a call. Raises StrataError where a rank has died."""
@@ -227,10 +234,18 @@ class Roll:
         self._board.check_passed(missing, places, self._place, call, comes_later=True)
         return not missing
 
-    @property
-    def heard(self) -> list[str]:
-        """By rank. REQUIRES: complete()."""
-        return [self._words[rank] for rank in range(self._board.count)]
+    def give_up(self, error: CheckpointError) -> None:
+        """Raises the error, and ends the call for all, unless another one has met all of them."""
+        if self._board.decide(self._keys[-1], str(error)) != MET:
+            raise error
+
+    def met(self) -> list[str]:
+        """What all ranks said, by rank. REQUIRES: all are in a call. Raises CheckpointError where
+        another one has given up."""
+        if (why := self._board.decide(self._keys[-1], MET)) != MET:
+            raise CheckpointError(why)
+        words = (self._words.get(r) or self._board.look(self._keys[-1], r) for r in self._ranks)
+        return [word for word in words if word is not None]
 
     @property
     def timeout_s(self) -> float:
