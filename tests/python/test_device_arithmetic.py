@@ -18,7 +18,7 @@ COMMANDS = ROOT / "build/release/compile_commands.json"
 FLOAT = re.compile(r"^\s+(?:@!?%p\d+ )?((\w+)(?:\.\w+)*\.f(?:32|64))\s", re.MULTILINE)
 ARITHMETIC = {"add", "sub", "mul", "fma", "mad", "div", "sqrt", "rsqrt", "rcp", "ex2", "lg2"}
 
-# A step of GradScaling: the loop over them is not unrolled.
+# GradScaling, if there is any.
 SCALING = {"mul": 1, "div": 1}
 # Of one element, with its moments in float32: as in adam.hpp and its like.
 EXPECTED = {
