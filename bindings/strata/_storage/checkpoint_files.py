@@ -197,28 +197,27 @@ def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
     """Writes the manifest of a folder whose other files are on the disk. It appears whole. Other
     threads get their turn meanwhile: what grows with the model takes a while."""
     manifest = ({} if "snapshot" in manifest else {"version": VERSION}) | manifest
-    pieces = ["{"]
-    for i, key in enumerate(sorted(manifest)):
-        pieces.append(f"{', ' if i else ''}{json.dumps(key)}: ")
-        pieces += _encoded(manifest[key])
-    pieces.append("}")
-    text = "".join(pieces)
     digest = Hasher()
-    digest.update(text.encode())
-    write_whole(folder / MANIFEST_NAME, f'{{"checksum": "{digest.hexdigest()}", {text[1:]}')
+    for piece in _encoded(dict(sorted(manifest.items())), sort_keys=True):
+        digest.update(piece.encode())
+    whole = {"checksum": digest.hexdigest()} | manifest
+    write_whole(folder / MANIFEST_NAME, "".join(_encoded(whole, sort_keys=False)))
     sync(folder)
 
 
-def _encoded(value: Any) -> Iterator[str]:
-    """JSON with sorted keys, as _checksum() has it."""
-    if not isinstance(value, list) or len(value) <= ENCODED_AT_ONCE:
-        yield json.dumps(value, sort_keys=True)
-        return
-    for first in range(0, len(value), ENCODED_AT_ONCE):
-        part = json.dumps(value[first : first + ENCODED_AT_ONCE], sort_keys=True)
-        yield f"{', ' if first else '['}{part[1:-1]}"
-        give_way()
-    yield "]"
+def _encoded(manifest: dict[str, Any], sort_keys: bool) -> Iterator[str]:
+    """Its JSON. `sort_keys`: of what is inside, as _checksum() has it."""
+    for i, (key, value) in enumerate(manifest.items()):
+        yield f"{', ' if i else '{'}{json.dumps(key)}: "
+        if not isinstance(value, list) or len(value) <= ENCODED_AT_ONCE:
+            yield json.dumps(value, sort_keys=sort_keys)
+            continue
+        for first in range(0, len(value), ENCODED_AT_ONCE):
+            part = json.dumps(value[first : first + ENCODED_AT_ONCE], sort_keys=sort_keys)
+            yield f"{', ' if first else '['}{part[1:-1]}"
+            give_way()
+        yield "]"
+    yield "}"
 
 
 def give_way() -> None:
