@@ -243,7 +243,7 @@ void Core::add_memory(SessionStats& stats) const {
   stats.device_bytes_budget = (claims.device_frames + claims.rest_frames) * page;
   stats.host_bytes = claims.host_frames * page;
   stats.staging_bytes = claims.staging_frames * page;
-  const Store* ssd = base.tiers.store(Tier::ssd);
+  const Store* ssd = base.tiers.ssd();
   stats.ssd_bytes = ssd == nullptr ? 0 : ssd->slot_count() * page;
   stats.activation_host_bytes = claims.activation_frames * page;
   stats.activation_ssd_bytes = claims.activation_slots * page;
@@ -294,7 +294,7 @@ SessionStats Core::stats() const {
   stats.backend = base.tiers.device().name();
   stats.device = base.tiers.device().description();
   stats.isa = name(best_isa());
-  if (const Store* store = base.tiers.store(Tier::ssd)) {
+  if (const Store* store = base.tiers.ssd()) {
     stats.io_retries = store->counters().retries;
     stats.io_errors = store->counters().errors;
     stats.slots_acquired = store->acquired_slots();

@@ -68,7 +68,7 @@ std::vector<int> Session::page_files() {
 
 void Session::with_page_files(const std::function<void(std::vector<Descriptor>&)>& use) {
   Gate::Call in(gate_);
-  const Store* store = core_->base.tiers.store(Tier::ssd);
+  const Store* store = core_->base.tiers.ssd();
   std::vector<Descriptor> files;
   if (store != nullptr) files = store->duplicate_files();
   const Unlocked unlocked(in.lock());
@@ -77,7 +77,7 @@ void Session::with_page_files(const std::function<void(std::vector<Descriptor>&)
 
 bool Session::keep_pages_linkable() {
   Gate::Call in(gate_);
-  Store* store = core_->base.tiers.store(Tier::ssd);
+  Store* store = core_->base.tiers.ssd();
   return store != nullptr && store->keep_linkable();
 }
 

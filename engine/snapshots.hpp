@@ -119,7 +119,7 @@ class Snapshots final {
   enum class Taken : std::uint8_t { not_yet, begun, done };
   using Runs = std::vector<SavedRun>;
 
-  Store& store() const { return *base_.tiers.store(Tier::ssd); }
+  Store& store() const { return *base_.tiers.ssd(); }
   void start(const Asked& asked);
   void start_next();
   bool has_room() const;

@@ -54,7 +54,7 @@ void Updates::set_staging(std::uint32_t frames_max) {
   frames_max_ = frames_max;
   for (ChunkState& chunk : chunks_) chunk.staging_need = 0;
   for (std::uint32_t page = 0; page < layout_.page_count; ++page) {
-    if (has_slots(table_.tier(PageId{page}))) ++chunks_[layout_.chunk_of[page]].staging_need;
+    if (table_.tier(PageId{page}) == Tier::ssd) ++chunks_[layout_.chunk_of[page]].staging_need;
   }
   staged_ = std::ranges::any_of(
       chunks_, [](const ChunkState& c) { return !c.pieces.empty() && c.staging_need != 0; });

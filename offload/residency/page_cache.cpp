@@ -176,7 +176,7 @@ bool PageCache::bring(PageId page, bool promised) {
 }
 
 bool PageCache::stage(PageId page) {
-  STRATA_ASSERT(has_slots(table_.tier(page)) && table_.newest(page) != 0);
+  STRATA_ASSERT(table_.tier(page) == Tier::ssd && table_.newest(page) != 0);
   return bring(page, false);
 }
 
@@ -255,7 +255,7 @@ bool PageCache::write_back(PageId page) {
 }
 
 void PageCache::write_soon(PageId page) {
-  STRATA_ASSERT(has_slots(table_.tier(page)));
+  STRATA_ASSERT(table_.tier(page) == Tier::ssd);
   if (table_.copy(page, Tier::host).state != CopyState::valid || !is_dirty(page)) return;
   frame_with(page).write_now = true;
 }
