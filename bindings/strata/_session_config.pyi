@@ -1,26 +1,30 @@
-"""What a session is asked to do, and what it is given to do it with; engine/config.hpp says what it
-means. For type checkers only: import these from _core.
+"""What a session is asked to do; engine/config.hpp says what each field means. For type checkers
+only: import these from _core.
+
+Written by tests/stubs.py from bindings/config_fields.cpp.
 """
 
-from collections.abc import Callable
-from typing import Literal, NotRequired, Protocol, TypedDict
+from typing import Literal, NotRequired, TypedDict
 
 DtypeName = Literal["float32", "float16", "bfloat16"]
+Kind = Literal["master", "moment1", "moment2", "grad"]
+RuleName = Literal["adamw", "adam", "sgd", "lion", "adagrad", "foreign"]
+MomentName = Literal["float32", "bfloat16", "block8"]
+UpdateName = Literal["on_step", "in_backward", "lock_free"]
+LendingName = Literal["never", "faster", "always"]
 StoredName = Literal["int8", "nf4", "nf4-double", "nf4-torchao"]
 
 class ParamSpec(TypedDict):
     name: str
     numel: int
-    dtype: DtypeName  # of computation
+    dtype: DtypeName
     trainable: bool
-    unit: int  # index into Config.units
-    group: int  # index of the optimizer's parameter group; 0 for frozen ones
-    stored: NotRequired[StoredName]  # of a frozen one that rests as codes
+    unit: int
+    group: int
+    stored: NotRequired[StoredName]
 
 class GroupSpec(TypedDict):
-    """Hyperparameters of one parameter group, as torch.optim names them."""
-
-    rule: Literal["adamw", "adam", "sgd", "lion", "adagrad", "foreign"]
+    rule: RuleName
     lr: float
     beta1: float
     beta2: float
@@ -32,65 +36,41 @@ class GroupSpec(TypedDict):
     initial_accumulator: float
     nesterov: bool
     maximize: bool
-    options: NotRequired[int]  # foreign: handed to the callable
-    moments: NotRequired[int]  # foreign: how many it keeps, 0 to 2
+    options: NotRequired[int]
+    moments: NotRequired[int]
 
 class Ranks(TypedDict):
     rank: int
     count: int
-    machines: list[str]  # by rank: the name of its machine; none: all are of one
-    patience_s: float  # a rank of another machine that is silent for longer is lost
-    folder: str  # where those of this machine meet: of this user alone
-    pids: list[int]  # their processes, by rank, 0 of others; empty: not known
-    timeout_s: float  # how long they wait there for each other
-    sums: bool  # gradients are summed, and not averaged
-    coded_gathers: bool  # ranks of other machines compute with int8 codes of parameters
-    machine_sums: bool  # gradients are added up inside each machine first
-    device_lending: str  # whether pages come from other GPUs here: "never", "faster", "always"
+    machines: list[str]
+    patience_s: float
+    folder: str
+    pids: list[int]
+    timeout_s: float
+    sums: bool
+    coded_gathers: bool
+    machine_sums: bool
+    device_lending: LendingName
 
 class Config(TypedDict):
-    params: list[ParamSpec]  # in the order of model.parameters(); its place here is its id
-    units: list[str]  # names, in order of first use
+    params: list[ParamSpec]
+    units: list[str]
     groups: list[GroupSpec]
-    page_bytes: int  # 0: chosen from the sizes and budgets
+    page_bytes: int
     device_bytes: int
     host_bytes: int
     ssd_bytes: int
     ssd_paths: list[str]
-    io_engine: Literal["auto", "io_uring", "libaio", "threads", "memory"]
+    io_engine: str
     workers: int
-    accumulate: bool  # gradients rest, and several backward calls add up, in float32
-    update: Literal["on_step", "in_backward", "lock_free"]
-    max_staleness: int  # lock_free: steps that a parameter may lag behind; else 0
-    moment_dtype: Literal["float32", "bfloat16", "block8"]
-    pin_workers: bool  # to cores of their own where there are spare ones, else they give way
-    compute_threads: int  # cores that pinned workers leave to the computation
-    # Complete snapshots that have room on the SSD from the start, beside one that begins.
+    accumulate: bool
+    update: UpdateName
+    max_staleness: int
+    moment_dtype: MomentName
+    pin_workers: bool
+    compute_threads: int
     snapshots: NotRequired[int]
-    device: NotRequired[str]  # "host" (default) or "cuda:N"
-    # Of several that train together; budgets of host memory and of the SSD are then this rank's.
+    device: NotRequired[str]
     ranks: NotRequired[Ranks]
-    # in_backward, by unit: its first and last gradient may land far apart, and are needed together.
     apart: NotRequired[list[bool]]
-    # By module: its name, and the units that are entered while it runs. None: one at a time.
     together: NotRequired[list[tuple[str, list[int]]]]
-
-class Arrival(Protocol):
-    """wait() returns when all of it is there, and raises as send() does. Behind drop() nothing is
-    written to its places any more."""
-
-    def wait(self, patience: float) -> None: ...
-    def drop(self) -> None: ...
-
-Rule = Callable[[int, int, int, int, int, int, int, int], None]
-"""Updates a slice: options, parameter, step (from 1), count, and addresses of so many float32
-values: parameter, gradient, moment1 and moment2 (0: absent)."""
-
-Kind = Literal["master", "moment1", "moment2", "grad"]
-
-class Wire(Protocol):
-    """Each place is an address and a size. send() raises where the other rank is gone, or takes
-    nothing for so many seconds. expect() returns at once."""
-
-    def send(self, to: int, places: list[tuple[int, int]], patience: float) -> None: ...
-    def expect(self, source: int, places: list[tuple[int, int]]) -> Arrival: ...

@@ -92,7 +92,7 @@ class Ranks:
             "sums": gradients == "sum",
             "coded_gathers": gathers == "int8",
             "machine_sums": sums == "machines",
-            "device_lending": gpu_lending(),
+            "device_lending": gpu_lending(),  # type: ignore[typeddict-item]
         }
 
     @property
