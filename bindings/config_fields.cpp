@@ -1,4 +1,5 @@
 #include "bindings/fields.hpp"
+#include "engine/layout.hpp"
 
 namespace strata {
 namespace {
@@ -144,6 +145,19 @@ void bind_config(py::module_& module) {
     structs["Config"] = fields_of<Config>().described();
     return py::make_tuple(names, structs);
   });
+  module.def("gradients_rest", &gradients_rest, py::arg("config"));
+  module.def("adds_in_float32", &adds_in_float32, py::arg("config"));
+  module.def(
+      "element_bytes",
+      [](Dtype dtype, MomentDtype moments, bool sums) {
+        py::dict bytes;
+        for (std::size_t r = 0; r < kRoleCount; ++r) {
+          const auto role = static_cast<Role>(r);
+          bytes[name(role)] = element_bytes(role, dtype, moments, sums);
+        }
+        return bytes;
+      },
+      py::arg("dtype"), py::arg("moments"), py::arg("sums"));
 }
 
 }  // namespace strata

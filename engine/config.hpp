@@ -93,5 +93,10 @@ struct Config {
 inline bool gradients_rest(const Config& config) {
   return config.accumulate || config.update == UpdateMode::lock_free;
 }
+// Gradients are float32, whatever their parameters are: late updates find those of several steps
+// added up, and those of ranks always add up.
+inline bool adds_in_float32(const Config& config) {
+  return gradients_rest(config) || config.ranks > 1;
+}
 
 }  // namespace strata

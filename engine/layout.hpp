@@ -35,8 +35,8 @@
 // none shares a scale with another.
 //
 // Note [What a parameter costs]
-// Bytes at rest of a bfloat16 parameter under AdamW, without the scales of 8-bit moments (1/32 byte
-// for each moment):
+// element_bytes() says it. So a bfloat16 parameter under AdamW takes, without the scales of 8-bit
+// moments (1/32 byte for each moment):
 //     moments    in_backward  on_step  lock_free
 //     float32             12       14         16
 //     bfloat16             8       10         12
@@ -56,6 +56,10 @@ namespace strata {
 enum class Role : std::uint8_t { param, master, moment1, moment2, grad };
 inline constexpr std::size_t kRoleCount = 5;
 const char* name(Role role);
+
+// Bytes at rest that an element of the dtype has of a role, codes aside. `sums`: gradients add up,
+// in float32.
+std::size_t element_bytes(Role role, Dtype dtype, MomentDtype moments, bool sums);
 
 // Parameters start at multiples of this many elements in their segment, so that every tensor is
 // aligned to at least 128 bytes.

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from . import _core
-from ._config.budgets import gradients_rest, tier_budgets
+from ._config.budgets import tier_budgets
 from ._config.choices import AS_IS
 from ._config.frozen import Frozen
 from ._config.options import Options
@@ -27,6 +27,7 @@ from ._config.sharding import give_back, take_shards, trains_alone
 from ._config.sizes import Size
 from ._config.units import Chosen
 from ._config.update_modes import Update
+from ._core import gradients_rest
 from ._errors import StrataError, keywords_of, names_nearest
 from ._opening import check, open_session
 from ._planning.fitting import fit

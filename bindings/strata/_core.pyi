@@ -52,8 +52,10 @@ from ._session_config import Kind as Kind
 from ._session_config import ParamSpec as ParamSpec
 from ._session_config import Ranks as Ranks
 from ._session_config import StoredName as StoredName
-from ._session_parts import Rule as Rule
-from ._session_parts import Wire as Wire
+from ._session_parts import Rule, Wire
+from ._session_parts import adds_in_float32 as adds_in_float32
+from ._session_parts import element_bytes as element_bytes
+from ._session_parts import gradients_rest as gradients_rest
 
 __version__: str
 

@@ -1,9 +1,22 @@
-"""What a session is given beside its Config, as engine/session_parts.hpp has it. For type checkers
-only: import these from _core.
+"""What a session is given beside its Config, as engine/session_parts.hpp has it, and what follows
+from a Config. For type checkers only: import these from _core.
 """
 
 from collections.abc import Callable
 from typing import Protocol
+
+from ._session_config import Config, DtypeName, MomentName
+
+def gradients_rest(config: Config) -> bool:
+    """Whether there may be gradients after a step, which a snapshot then has: those that add up
+    over several backward() calls, and those that wait for their updates (LockFree)."""
+
+def adds_in_float32(config: Config) -> bool:
+    """Whether gradients are float32, whatever their parameters are."""
+
+def element_bytes(dtype: DtypeName, moments: MomentName, sums: bool) -> dict[str, int]:
+    """Bytes at rest of an element that is trained: "param", "residual", "exp_avg", "exp_avg_sq",
+    "grad". `sums`: gradients add up, in float32."""
 
 Rule = Callable[[int, int, int, int, int, int, int, int], None]
 """Updates a slice: options, parameter, step (from 1), count, and addresses of so many float32

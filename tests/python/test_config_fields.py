@@ -39,3 +39,15 @@ def test_a_wrong_field_is_named(changes: dict[str, Any], error: type, match: str
 def test_what_may_be_left_out_has_the_value_of_the_core() -> None:
     spelled_out = {"snapshots": 0, "device": "host", "apart": [], "together": []}
     assert _core.plan(config()) == _core.plan(config(**spelled_out))
+
+
+@pytest.mark.parametrize(
+    ("moments", "in_backward", "accumulated"), [("float32", 12, 16), ("bfloat16", 8, 12)]
+)
+def test_a_parameter_costs_what_the_layout_says(
+    moments: str, in_backward: int, accumulated: int
+) -> None:
+    """engine/layout.hpp, Note [What a parameter costs]."""
+    alone = _core.element_bytes("bfloat16", moments, sums=False)
+    assert sum(alone.values()) - alone["grad"] == in_backward
+    assert sum(_core.element_bytes("bfloat16", moments, sums=True).values()) == accumulated

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
+from .. import _core
 from . import device
 from .options import FREE_SHARE, Options
 from .ranks import plans_of_all
@@ -90,29 +91,19 @@ def shares(
     return {"device": device_bytes, "host": host_bytes, **given}
 
 
-def gradients_rest(config: Config) -> bool:
-    """Whether there may be gradients behind a step, which a snapshot then has: those that add up
-    over several backward() calls, and those that wait for their updates (LockFree)."""
-    return config["accumulate"] or config["update"] == "lock_free"
-
-
-def adds_in_float32(config: Config) -> bool:
-    """Whether gradients rest in float32, whatever their parameters are: as make_layout() has it, in
-    engine/layout.cpp. Those of ranks always add up."""
-    return gradients_rest(config) or "ranks" in config
-
-
 def _default_ssd_bytes(config: Config, options: Options) -> int:
-    """Room for all that rests: parameter, residual or master, two moments, gradient; and for
-    snapshots, which hold what is trained once each, with gradients that rest behind a step, and
-    what is frozen once."""
+    """Room for all that rests, of whatever dtype; and for snapshots, which hold what is trained
+    once each, with gradients that rest after a step, and what is frozen once."""
+    most = _core.element_bytes("float16", "float32", sums=True)  # of all dtypes
+    of_trained = sum(most.values())
+    of_frozen = _core.element_bytes("float32", "float32", sums=True)["param"]
     whole_pages = len(config["units"]) * (64 << 20)
     trained = sum(spec["numel"] for spec in config["params"] if spec["trainable"])
     frozen = sum(spec["numel"] for spec in config["params"]) - trained
-    need = 18 * trained + 4 * frozen + whole_pages
+    need = of_trained * trained + of_frozen * frozen + whole_pages
     if kept := config["snapshots"]:
-        of_each = 14 + 4 * gradients_rest(config)
-        need += (kept + 1) * (of_each * trained + whole_pages) + 4 * frozen + whole_pages
+        of_each = of_trained - (0 if _core.gradients_rest(config) else most["grad"])
+        need += (kept + 1) * (of_each * trained + whole_pages) + of_frozen * frozen + whole_pages
     return min(need, int(options.free_disk_bytes() * DISK_SHARE))
 
 

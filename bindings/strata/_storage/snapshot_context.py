@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from .._config.budgets import adds_in_float32
+from .._core import adds_in_float32
 from .._optim.groups import moments_of
 from .._runtime.wrapped import Wrapped
 from . import rng

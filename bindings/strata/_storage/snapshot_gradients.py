@@ -17,10 +17,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from .._config.budgets import adds_in_float32
 from .._config.choices import DTYPES
 from .._config.managed import DTYPE_NAMES
-from .._core import update_span
+from .._core import adds_in_float32, update_span
 from .._runtime.wrapped import Wrapped
 from .checkpoint_files import CheckpointError
 from .snapshot_elements import Page
