@@ -160,7 +160,7 @@ struct Layout {
   }
   // Those that hold elements of the parameter, in order.
   std::vector<std::uint32_t> chunks_of(std::uint32_t param) const;
-  // Of codes, the byte is 0: where in the page they lie the form tells.
+  // For coded pages `byte` is 0: StoredForm says where in the page the codes lie.
   Spot spot(const Chunk& chunk, Role role, std::size_t element) const;
   // Elements of `role` that one page holds, or one frame of gradients.
   std::size_t elements_per_page(const Chunk& chunk, Role role) const;
