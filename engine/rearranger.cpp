@@ -328,11 +328,11 @@ bool Rearranger::begin_move(const Move& move) {
 }
 
 // Pages that move have nothing of slots that they were lent.
-bool Rearranger::returned(const Residence& then) {
+bool Rearranger::step_returns(const Residence& then) {
   bool all = true;
   for (std::uint32_t i = 0; i < base_.layout.page_count; ++i) {
     const bool moves = base_.table.tier(PageId{i}) != then.tier[i];
-    if (moves) all &= base_.cache.returned(PageId{i});
+    if (moves) all &= base_.cache.step_return(PageId{i});
   }
   return all;
 }
@@ -344,15 +344,15 @@ bool Rearranger::end_move(const Move& move) {
   // Until it is kept there it rests where it did, and was perhaps written back: to another slot,
   // where a snapshot holds the first one.
   const Placement before = move.to == Tier::host ? base_.table.placement(move.page) : move.from;
-  const bool there = move.to == Tier::host ? base_.cache.keep_in_host(move.page)
-                                           : base_.cache.at_rest(move.page, move.from.tier);
+  const bool there = move.to == Tier::host ? base_.cache.try_keep_in_host(move.page)
+                                           : base_.cache.step_to_rest(move.page, move.from.tier);
   if (there && before.tier == Tier::ssd) base_.tiers.ssd()->release(before.slot());
   return there;
 }
 
 void Rearranger::move_pages(Lock& lock, const Residence& then) {
   base_.gate.wait(
-      lock, [&] { return returned(then); }, kMoves);
+      lock, [&] { return step_returns(then); }, kMoves);
   std::vector<Move> moves, late;
   std::vector<UnitId> coming;  // to the device
   // 1. Everybody knows where pages rest, and how large the staging area will be.

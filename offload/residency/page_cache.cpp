@@ -34,7 +34,7 @@ void PageCache::retarget(PageId page, Placement to) {
   staged_.push_back({.frame = from.host_frame(), .page = page, .last_use = ++use_});
 }
 
-bool PageCache::at_rest(PageId page, Tier before) {
+bool PageCache::step_to_rest(PageId page, Tier before) {
   STRATA_ASSERT(table_.tier(page) != Tier::host && table_.tier(page) != before);
   if (table_.newest(page) != 0 && !table_.is_current(page, table_.tier(page))) {
     if (is_dirty(page))
@@ -53,7 +53,7 @@ bool PageCache::at_rest(PageId page, Tier before) {
   return true;
 }
 
-bool PageCache::keep_in_host(PageId page) {
+bool PageCache::try_keep_in_host(PageId page) {
   const Tier before = table_.tier(page);
   STRATA_ASSERT(before != Tier::host);
   if (!open(page, Intent::read)) return false;
@@ -294,7 +294,7 @@ void PageCache::restore(PageId page, SlotId slot, std::uint64_t version) {
   table_.finish_fill(page, Tier::ssd);
 }
 
-bool PageCache::returned(PageId page) {
+bool PageCache::step_return(PageId page) {
   if (!transfers_.lent(page)) return true;
   bring(page, false);
   return false;
