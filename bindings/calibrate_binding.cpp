@@ -2,8 +2,8 @@
 // the GIL, so that several can run at once.
 #include <optional>
 
+#include "bindings/fields.hpp"
 #include "bindings/foreign_call.hpp"
-#include "bindings/parse.hpp"
 #include "engine/calibrate.hpp"
 #include "engine/devices.hpp"
 #include "offload/storage/calibrate.hpp"
@@ -83,10 +83,8 @@ void bind_calibration(py::module_& module) {
       .def("run", &run_ways<CopyProbe>, py::arg("ways"), py::arg("seconds"))
       .def(
           "decode_bytes_s",
-          [](CopyProbe& probe, const std::string& stored, const std::string& dtype,
-             double seconds) {
-            StoredForm form = parse_form(stored);
-            form.dtype = parse_dtype(dtype);
+          [](CopyProbe& probe, StoredForm form, Dtype dtype, double seconds) {
+            form.dtype = dtype;
             check_seconds(seconds);
             const py::gil_scoped_release release;
             return decode_bytes_s(probe, form, seconds);
@@ -95,9 +93,8 @@ void bind_calibration(py::module_& module) {
       .def("transfer_seconds", &CopyProbe::transfer_seconds,
            py::call_guard<py::gil_scoped_release>());
   py::class_<UpdateProbe, Threaded<UpdateProbe>>(module, "UpdateProbe")
-      .def(py::init([](int workers, const std::string& dtype, std::size_t page_bytes,
-                       std::size_t bytes, std::optional<int> beside) {
-             const Dtype parsed = parse_dtype(dtype);
+      .def(py::init([](int workers, Dtype dtype, std::size_t page_bytes, std::size_t bytes,
+                       std::optional<int> beside) {
              check_probe(page_bytes, bytes, workers);
              if (beside && *beside < 0) throw py::value_error("fewer than no threads beside it");
              WorkerPlacement placement;
@@ -105,7 +102,7 @@ void bind_calibration(py::module_& module) {
                placement = choose_placement(read_topology(), allowed_cpus(), *beside, workers);
              }
              return make_threaded<UpdateProbe>(
-                 UpdateProbeOptions{workers, parsed, page_bytes, bytes, placement});
+                 UpdateProbeOptions{workers, dtype, page_bytes, bytes, placement});
            }),
            py::arg("workers"), py::arg("dtype"), py::arg("page_bytes"), py::arg("bytes"),
            py::arg("beside") = py::none())

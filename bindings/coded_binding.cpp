@@ -1,7 +1,7 @@
 // Parameters that rest as codes, written and read as they rest. _core.pyi says what each is.
 #include <span>
 
-#include "bindings/parse.hpp"
+#include "bindings/fields.hpp"
 #include "bindings/snapshot_binding.hpp"
 
 namespace strata {
@@ -34,10 +34,10 @@ struct Lent {
 void bind_codes(SessionClass& session) {
   session
       .def("quantise",
-           [](Session& s, std::uint32_t param, std::uintptr_t address, const std::string& dtype,
+           [](Session& s, std::uint32_t param, std::uintptr_t address, Dtype dtype,
               std::size_t row_elements, std::optional<float> offset) {
              const PlainValues from{.values = pointer<const void>(address),
-                                    .dtype = parse_dtype(dtype),
+                                    .dtype = dtype,
                                     .row_elements = row_elements,
                                     .offset = offset};
              const GilReleased released;

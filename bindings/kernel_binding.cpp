@@ -3,8 +3,7 @@
 #include <span>
 #include <vector>
 
-#include "bindings/parse.hpp"
-#include "bindings/python.hpp"
+#include "bindings/fields.hpp"
 #include "memory/thread.hpp"
 #include "optimizers/codes/tables.hpp"
 #include "optimizers/cpu/kernel.hpp"
@@ -59,8 +58,8 @@ void update_span(const Kernels& chosen, const UpdateSpan& whole, int threads) {
 
 void bind_update_span(py::module_& module) {
   module.def("best_isa", [] { return name(best_isa()); });
-  module.def("packing", [](const std::string& stored, std::size_t page_bytes) {
-    const Packing packing = packing_of(parse_form(stored).codes, page_bytes);
+  module.def("packing", [](StoredForm stored, std::size_t page_bytes) {
+    const Packing packing = packing_of(stored.codes, page_bytes);
     return py::make_tuple(packing.elements, packing.scales_at, packing.groups_at);
   });
   module.def("code_values", [](const std::string& name) {
@@ -74,20 +73,18 @@ void bind_update_span(py::module_& module) {
   });
   module.def(
       "update_span",
-      [](const py::dict& group, const std::string& dtype, const std::string& grad_dtype,
-         std::size_t count, std::uintptr_t param, std::uintptr_t master, std::uintptr_t moment1,
-         std::uintptr_t moment2, std::uintptr_t grad, std::int64_t step, double grad_scale,
-         int threads, const std::string& isa, const std::string& moment_dtype,
-         std::uintptr_t scales1, std::uintptr_t scales2, std::uint32_t param_id,
-         std::size_t first) {
-        const Hyper hyper = parse_group(group);
-        const UpdateSpan span{.dtype = parse_dtype(dtype),
-                              .grad_dtype = parse_dtype(grad_dtype),
+      [](const Hyper& hyper, Dtype dtype, Dtype grad_dtype, std::size_t count, std::uintptr_t param,
+         std::uintptr_t master, std::uintptr_t moment1, std::uintptr_t moment2, std::uintptr_t grad,
+         std::int64_t step, double grad_scale, int threads, const std::string& isa,
+         MomentDtype moment_dtype, std::uintptr_t scales1, std::uintptr_t scales2,
+         std::uint32_t param_id, std::size_t first) {
+        const UpdateSpan span{.dtype = dtype,
+                              .grad_dtype = grad_dtype,
                               .count = count,
                               .param = pointer<void>(param),
                               .new_param = pointer<void>(param),
                               .master = pointer<void>(master),
-                              .moment_dtype = parse_moment_dtype(moment_dtype),
+                              .moment_dtype = moment_dtype,
                               .moment1 = pointer<void>(moment1),
                               .moment2 = pointer<void>(moment2),
                               .scales1 = pointer<std::uint16_t>(scales1),
@@ -106,8 +103,8 @@ void bind_update_span(py::module_& module) {
       py::arg("group"), py::arg("dtype"), py::arg("grad_dtype"), py::arg("count"), py::arg("param"),
       py::arg("master"), py::arg("moment1"), py::arg("moment2"), py::arg("grad"), py::arg("step"),
       py::arg("grad_scale"), py::arg("threads"), py::arg("isa"),
-      py::arg("moment_dtype") = "float32", py::arg("scales1") = 0, py::arg("scales2") = 0,
-      py::arg("param_id") = 0, py::arg("first") = 0);
+      py::arg("moment_dtype") = MomentDtype::float32, py::arg("scales1") = 0,
+      py::arg("scales2") = 0, py::arg("param_id") = 0, py::arg("first") = 0);
 }
 
 }  // namespace strata

@@ -3,9 +3,9 @@
 #include <array>
 
 #include "bindings/dlpack.hpp"
+#include "bindings/fields.hpp"
 #include "bindings/foreign_call.hpp"
 #include "bindings/lent_memory.hpp"
-#include "bindings/parse.hpp"
 #include "bindings/python.hpp"
 #include "bindings/schema.hpp"
 #include "bindings/snapshot_binding.hpp"
@@ -17,14 +17,6 @@
 
 namespace strata {
 namespace {
-
-Kind parse_kind(const std::string& text) {
-  return parse_one_of<Kind>(text, "kind",
-                            {{"master", Kind::master},
-                             {"moment1", Kind::moment1},
-                             {"moment2", Kind::moment2},
-                             {"grad", Kind::grad}});
-}
 
 constexpr std::array kFaultNames = {"io",     "short_read", "corrupt",   "no_space",
                                     "memory", "config",     "cancelled", "busy"};
@@ -83,15 +75,15 @@ Stream stream_of(std::uintptr_t stream) {
   return pointer<void>(stream);
 }
 
-py::dict step(Session& session, const py::list& groups, double max_norm, double grad_divisor,
-              bool skip_nonfinite, double max_unit_norm, std::optional<double> squares) {
-  const std::vector<Hyper> hypers = parse_groups(groups);
+py::dict step(Session& session, const std::vector<Hyper>& groups, double max_norm,
+              double grad_divisor, bool skip_nonfinite, double max_unit_norm,
+              std::optional<double> squares) {
   const bool whole = max_norm > 0.0 || skip_nonfinite || grad_divisor != 1.0;
   if (whole && session.config().update == UpdateMode::in_backward) {
     throw py::value_error("in_backward has updated before all gradients are known");
   }
   const StepResult result = without_gil([&] {
-    return session.step(hypers, {.max_norm = max_norm,
+    return session.step(groups, {.max_norm = max_norm,
                                  .max_unit_norm = max_unit_norm,
                                  .grad_divisor = grad_divisor,
                                  .skip_nonfinite = skip_nonfinite,
@@ -104,9 +96,8 @@ py::dict step(Session& session, const py::list& groups, double max_norm, double 
   return out;
 }
 
-SessionHolder make_session(const py::dict& dict, const py::object& foreign,
+SessionHolder make_session(const Config& config, const py::object& foreign,
                            const py::object& claimed, const py::object& column) {
-  const Config config = parse_config(dict);
   SessionParts parts;
   parts.foreign = foreign_call(foreign);
   parts.claimed = foreign_notice(claimed);
@@ -200,36 +191,29 @@ void bind_updates(SessionClass& session) {
   session
       .def(
           "land_gradient",
-          [](Session& s, std::uint32_t param, std::uintptr_t address, const std::string& dtype,
+          [](Session& s, std::uint32_t param, std::uintptr_t address, Dtype dtype,
              std::uintptr_t stream, const py::object& owner) {
             auto from = lend(owner, address);
-            const Dtype parsed = parse_dtype(dtype);
             const GilReleased released;
-            s.lend_gradient(param, std::move(from), parsed, stream_of(stream));
+            s.lend_gradient(param, std::move(from), dtype, stream_of(stream));
           },
           py::arg("param"), py::arg("address"), py::arg("dtype"), py::arg("stream") = 0,
           py::arg("owner") = py::none())
       .def(
           "replace_gradient",
-          [](Session& s, std::uint32_t param, std::uintptr_t address, const std::string& dtype,
+          [](Session& s, std::uint32_t param, std::uintptr_t address, Dtype dtype,
              std::uintptr_t stream) {
-            const Dtype parsed = parse_dtype(dtype);
-            const GilReleased released;
-            s.replace_gradient(param, pointer<const void>(address), parsed, stream_of(stream));
+            s.replace_gradient(param, pointer<const void>(address), dtype, stream_of(stream));
           },
-          py::arg("param"), py::arg("address"), py::arg("dtype"), py::arg("stream") = 0)
+          py::arg("param"), py::arg("address"), py::arg("dtype"), py::arg("stream") = 0,
+          WithoutGil())
       .def("scale_gradient", &Session::scale_gradient, WithoutGil())
       .def("gradient_squares", &Session::gradient_squares, WithoutGil())
       .def("drop_gradients_of", &Session::drop_gradients_of, WithoutGil())
       .def("drop_gradients", &Session::drop_gradients, py::arg("wanted") = false, WithoutGil())
       .def("gradient_count", &Session::gradient_count, WithoutGil())
       .def("gradient_fits", &Session::gradient_fits, WithoutGil())
-      .def("complete",
-           [](Session& s, std::uint32_t unit, const py::list& groups, double max_unit_norm) {
-             const std::vector<Hyper> hypers = parse_groups(groups);
-             const GilReleased released;
-             s.complete(UnitId{unit}, hypers, max_unit_norm);
-           })
+      .def("complete", &Session::complete, WithoutGil())
       .def("step", &step, py::arg("groups"), py::arg("max_norm"), py::arg("grad_divisor"),
            py::arg("skip_nonfinite"), py::arg("max_unit_norm") = 0.0,
            py::arg("squares") = py::none())
@@ -306,20 +290,18 @@ void bind_session(py::module_& module) {
                                return py::make_tuple(device.type, device.id);
                              })
       .def("tensor", &tensor_capsule)
-      .def("write",
-           [](Session& s, std::uint32_t param, const std::string& kind, std::size_t offset,
-              std::uintptr_t address, std::size_t count) {
-             const Kind parsed = parse_kind(kind);
-             const GilReleased released;
-             s.write(param, parsed, offset, pointer<const float>(address), count);
-           })
-      .def("read",
-           [](Session& s, std::uint32_t param, const std::string& kind, std::size_t offset,
-              std::uintptr_t address, std::size_t count) {
-             const Kind parsed = parse_kind(kind);
-             const GilReleased released;
-             s.read(param, parsed, offset, pointer<float>(address), count);
-           })
+      .def(
+          "write",
+          [](Session& s, std::uint32_t param, Kind kind, std::size_t offset, std::uintptr_t address,
+             std::size_t count) {
+            s.write(param, kind, offset, pointer<const float>(address), count);
+          },
+          WithoutGil())
+      .def(
+          "read",
+          [](Session& s, std::uint32_t param, Kind kind, std::size_t offset, std::uintptr_t address,
+             std::size_t count) { s.read(param, kind, offset, pointer<float>(address), count); },
+          WithoutGil())
       .def(
           "adopt",
           [](Session& s, const std::optional<std::vector<bool>>& on_device,
@@ -368,6 +350,7 @@ PYBIND11_MODULE(_core, module) {
     }
   });
   shut_door_at_exit();
+  bind_config(module);
   bind_session(module);
   bind_calibration(module);
   bind_hasher(module);
@@ -379,13 +362,11 @@ PYBIND11_MODULE(_core, module) {
       [](const std::string& folder) { return DirectoryLock::open_file(folder).release(); },
       py::arg("folder"), WithoutGil());
   module.def("remove_leftovers", &DirectoryLock::clean, py::arg("folder"), WithoutGil());
-  module.def("plan", [](const py::dict& dict) {
-    const Config config = parse_config(dict);
-    return plan_dict(config, choose_residence(config));
-  });
-  module.def("check_groups", [](const py::list& laid_out, const py::list& now) {
+  module.def("plan",
+             [](const Config& config) { return plan_dict(config, choose_residence(config)); });
+  module.def("check_groups", [](const std::vector<Hyper>& laid_out, const std::vector<Hyper>& now) {
     try {
-      check_groups(parse_groups(laid_out), parse_groups(now));
+      check_groups(laid_out, now);
     } catch (const StrataError& error) {
       throw py::value_error(error.error().what);
     }

@@ -8,9 +8,9 @@
 #include <string_view>
 #include <tuple>
 
+#include "bindings/fields.hpp"
 #include "bindings/foreign_call.hpp"
 #include "bindings/lent_memory.hpp"
-#include "bindings/parse.hpp"
 #include "bindings/python.hpp"
 #include "offload/storage/page_file.hpp"
 #include "offload/storage/saved_pages.hpp"
@@ -276,24 +276,22 @@ void bind_snapshots(py::module_& module, SessionClass& session) {
         s.go_back(id, scales);
       });
   bind_saved_pages(module);
-  module.def("join_master", [](const std::string& dtype, std::uintptr_t param,
-                               std::uintptr_t master, std::size_t count, std::uintptr_t to) {
+  module.def("join_master", [](Dtype dtype, std::uintptr_t param, std::uintptr_t master,
+                               std::size_t count, std::uintptr_t to) {
     const Kernels& best = kernels(best_isa());
     if (master != 0)
-      best.join(pointer<const void>(param), pointer<const void>(master), count, parse_dtype(dtype),
+      best.join(pointer<const void>(param), pointer<const void>(master), count, dtype,
                 pointer<float>(to));
     else
-      best.land_gradient(pointer<void>(to), Dtype::float32, pointer<const void>(param),
-                         parse_dtype(dtype), count, GradMode::copy, {});
+      best.land_gradient(pointer<void>(to), Dtype::float32, pointer<const void>(param), dtype,
+                         count, GradMode::copy, {});
   });
-  module.def("load_moments",
-             [](const std::string& dtype, const std::string& rule, int number, std::uintptr_t from,
-                std::uintptr_t scales, std::size_t count, std::uintptr_t to) {
-               kernels(best_isa())
-                   .load_moments(pointer<const void>(from), pointer<const std::uint16_t>(scales),
-                                 parse_moment_dtype(dtype), moment_kind(parse_rule(rule), number),
-                                 count, pointer<float>(to));
-             });
+  module.def("load_moments", [](MomentDtype dtype, Rule rule, int number, std::uintptr_t from,
+                                std::uintptr_t scales, std::size_t count, std::uintptr_t to) {
+    kernels(best_isa())
+        .load_moments(pointer<const void>(from), pointer<const std::uint16_t>(scales), dtype,
+                      moment_kind(rule, number), count, pointer<float>(to));
+  });
 }
 
 }  // namespace strata

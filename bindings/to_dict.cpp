@@ -157,7 +157,7 @@ py::dict stats_dict(const SessionStats& stats) {
   for (const LinkRow& row : kLinks) {
     const std::uint64_t bytes = stats.link_bytes[static_cast<std::size_t>(row.link)];
     // Few sessions have such a tier.
-    const bool rare = std::max(row.from, row.to) >= Tier::far;
+    const bool rare = std::max(row.from, row.to) == Tier::remote;
     if (bytes != 0 || !rare) out[py::str(std::string(row.name) + " bytes")] = bytes;
   }
   out["waited_s"] = stats.waited_s;

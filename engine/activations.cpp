@@ -142,14 +142,14 @@ std::optional<SaveId> Activations::save(std::byte* device, std::size_t bytes, Ti
     table_.set_bytes(save.pages[i], static_cast<std::uint32_t>(std::min(left, page_bytes_)));
   }
   ++live_;
-  begin(id, Way::out, device, stream);
+  begin(id, Direction::out, device, stream);
   return id;
 }
 
-void Activations::begin(SaveId id, Way way, std::byte* device, Stream stream) {
+void Activations::begin(SaveId id, Direction direction, std::byte* device, Stream stream) {
   STRATA_ASSERT(device != nullptr);
   Save& save = at(id);
-  save.way = way;
+  save.direction = direction;
   save.device = device;
   save.after = copies_.record(stream);
   save.left = save.to_start = piece_count(save);
@@ -163,7 +163,7 @@ void Activations::begin(SaveId id, Way way, std::byte* device, Stream stream) {
 void Activations::fetch(SaveId id, std::byte* device, Stream stream) {
   STRATA_ASSERT(fetched(id));
   stop_staging(id);
-  begin(id, Way::in, device, stream);
+  begin(id, Direction::in, device, stream);
 }
 
 // Copies of one stream complete in the order of their tickets, so the last of them is all of them.
@@ -218,7 +218,7 @@ void Activations::drop(SaveId id) {
 Cause Activations::missing(SaveId id) const {
   const Save& save = at(id);
   if (save.left == 0) return Cause::none;
-  if (save.way == Way::out) return Cause::frame;
+  if (save.direction == Direction::out) return Cause::frame;
   for (std::uint32_t piece = save.first; piece < save.started.size(); ++piece) {
     if (!save.started[piece] && on_ssd(save, piece)) return Cause::ssd;
   }
@@ -227,7 +227,7 @@ Cause Activations::missing(SaveId id) const {
 
 bool Activations::start_copy(SaveId id, std::uint32_t piece) {
   Save& save = at(id);
-  const bool out = save.way == Way::out;
+  const bool out = save.direction == Direction::out;
   std::byte* host = save.end;
   if (piece < save.pages.size()) {
     save.pins[piece] = cache_.open(save.pages[piece], out ? Intent::overwrite : Intent::read);
@@ -243,7 +243,7 @@ bool Activations::start_copy(SaveId id, std::uint32_t piece) {
                                     .tag = tag_of(id, piece)},
                                    Requester::activations);
   ++save.in_flight;
-  ++in_flight_[static_cast<std::size_t>(save.way)];
+  ++in_flight_[static_cast<std::size_t>(save.direction)];
   save.started[piece] = true;
   --save.to_start;
   if (on_ssd(save, piece)) ++ssd_open_;
@@ -257,7 +257,7 @@ bool Activations::start_copies() {
   for (const SaveId id : queue_) {
     Save& save = at(id);
     if (save.to_start == 0) continue;
-    const std::uint32_t& copies = in_flight_[static_cast<std::size_t>(save.way)];
+    const std::uint32_t& copies = in_flight_[static_cast<std::size_t>(save.direction)];
     const std::uint32_t copies_max = save.demanded ? kDemandedMax : kCopiesMax;
     if (save.tier == Tier::host && copies >= copies_max) continue;
     while (save.started[save.first]) ++save.first;
@@ -297,18 +297,18 @@ bool Activations::reap() {
   const std::vector<Completion> completions = transfers_.take(Requester::activations);
   for (const Completion& done : completions) {
     finish(SaveId{static_cast<std::uint32_t>(done.tag >> 32)}, static_cast<std::uint32_t>(done.tag),
-           done.link == Link::download ? Way::out : Way::in);
+           done.link == Link::download ? Direction::out : Direction::in);
   }
   return !completions.empty();
 }
 
-void Activations::finish(SaveId id, std::uint32_t piece, Way way) {
+void Activations::finish(SaveId id, std::uint32_t piece, Direction direction) {
   Save& save = at(id);
-  STRATA_ASSERT(save.way == way && save.in_flight > 0 && save.left > 0);
+  STRATA_ASSERT(save.direction == direction && save.in_flight > 0 && save.left > 0);
   --save.in_flight;
-  --in_flight_[static_cast<std::size_t>(way)];
+  --in_flight_[static_cast<std::size_t>(direction)];
   if (on_ssd(save, piece)) --ssd_open_;
-  const bool written = way == Way::out && save.tier == Tier::ssd;
+  const bool written = direction == Direction::out && save.tier == Tier::ssd;
   save.pins[piece].close(written ? WriteBack::now : WriteBack::later);
   if (--save.left != 0) return;
   save.saved = true;

@@ -50,9 +50,9 @@ struct ActivationRoom {
 // Invariants:
 //   1. Every page of the room is free, in one live save, in the heap, or spent.
 //   2. A save is in queue_ exactly while it is being copied; `left` of its pieces are to come.
-//   3. Of each way at most kCopiesMax copies are in flight, or kDemandedMax where the last ones are
-//      of saves that somebody waits for; and at most frames_max pages that rest on the SSD are open
-//      for copies or asked for.
+//   3. In each direction at most kCopiesMax copies are in flight, or kDemandedMax where the last
+//      ones are of saves that somebody waits for; and at most frames_max pages that rest on the SSD
+//      are open for copies or asked for.
 //   4. Nothing holds a page that was staged, or is promised it.
 //   5. A page in a copy, or in the heap, is pinned by its save or by the heap, for as long.
 class Activations final {
@@ -104,12 +104,12 @@ class Activations final {
   std::uint32_t copies_in_flight() const { return in_flight_[0] + in_flight_[1]; }
 
  private:
-  enum class Way : std::uint8_t { out, in };  // off the device, and back
+  enum class Direction : std::uint8_t { out, in };  // off the device, and back
   struct Save {
     bool live = false;
     bool stopped = false;
     bool saved = false;
-    Way way = Way::out;
+    Direction direction = Direction::out;
     Tier tier = Tier::host;
     UnitId unit = kNoUnit;
     std::size_t bytes = 0;
@@ -150,13 +150,13 @@ class Activations final {
   std::byte* allocate(std::size_t bytes, std::size_t pages_kept);
   bool release_heap();
   bool recycle();
-  void begin(SaveId id, Way way, std::byte* device, Stream stream);
+  void begin(SaveId id, Direction direction, std::byte* device, Stream stream);
   void stop_staging(SaveId id);
   bool start_copies();
   bool start_copy(SaveId id, std::uint32_t piece);
   bool stage_ahead();
   bool reap();
-  void finish(SaveId id, std::uint32_t piece, Way way);
+  void finish(SaveId id, std::uint32_t piece, Direction direction);
 
   PageTable& table_;
   PageCache& cache_;
@@ -174,7 +174,7 @@ class Activations final {
   std::deque<SaveId> ahead_;    // to be staged
   std::uint32_t staged_ = 0;    // pages that came ahead, of all saves
   std::uint32_t ssd_open_ = 0;  // copies in flight of pages that rest on the SSD
-  std::array<std::uint32_t, 2> in_flight_{};  // copies, by way
+  std::array<std::uint32_t, 2> in_flight_{};  // copies, by direction
 };
 
 }  // namespace strata

@@ -92,7 +92,7 @@ class BetweenSteps final {
 
   // A thread is on its way to a claim.
   void expect_claim() { claim_comes_ = true; }
-  // Neither pages nor slots: for who changes what is claimed.
+  // Waits until no rearrangement and no claim is running.
   void wait_until_unclaimed(Lock& lock) STRATA_REQUIRES(core_lock) {
     gate_.wait(lock, [this] { return !rearranging_ && !claiming_ && !claim_comes_; },
                {"slots for a snapshot"});

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "engine/layout.hpp"
 #include "memory/check.hpp"
 #include "memory/clock.hpp"
 #include "optimizers/codes/codes.hpp"
@@ -12,9 +13,13 @@ namespace {
 constexpr std::size_t kJobsPerWorker = 2;  // one at work, one waiting
 constexpr int kBellMs = 20;                // a lost ring costs no more than this
 
-// Of everything that one parameter has: itself, its master, two moments and a gradient.
+// Everything that one parameter has.
 std::size_t element_bytes(Dtype dtype) {
-  return 2 * size_of(dtype) + master_size(dtype) + 2 * sizeof(float);
+  std::size_t sum = 0;
+  for (std::size_t r = 0; r < kRoleCount; ++r) {
+    sum += element_bytes(static_cast<Role>(r), dtype, MomentDtype::float32, false);
+  }
+  return sum;
 }
 
 std::size_t chunk_elements(const UpdateProbeOptions& options) {

@@ -1,7 +1,8 @@
 // What a session is asked to do: the parameters, their units and groups, the budgets. Plain values,
-// filled in by the bindings and by the simulator.
+// filled in by the bindings (bindings/config_fields.cpp, a field a line) and by the simulator.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <optional>
 #include <string>
@@ -21,7 +22,7 @@ struct ParamSpec {
   Dtype dtype = Dtype::bfloat16;  // of computation
   bool trainable = true;
   UnitId unit{0};
-  std::uint32_t group = 0;  // index into Config::groups
+  std::uint32_t group = 0;  // index into Config::groups; 0 of a frozen one
   // Of a frozen parameter that rests as codes; its values are computed on the way to the device.
   std::optional<StoredForm> stored = {};
 };
@@ -34,13 +35,17 @@ struct ParamSpec {
 //                Gradients add up, in float32, while their update lags
 //                A backward may see newer parameters than its forward did; no page is ever torn
 enum class UpdateMode : std::uint8_t { on_step, in_backward, lock_free };
+inline constexpr std::array kUpdateModeNames = {"on_step", "in_backward", "lock_free"};
+constexpr const char* name(UpdateMode mode) {
+  return kUpdateModeNames[static_cast<std::size_t>(mode)];
+}
 
 struct Config {
-  std::vector<ParamSpec> params;
+  std::vector<ParamSpec> params;   // by id, in the order of model.parameters()
   std::vector<std::string> units;  // names, in order of first use
   std::vector<Hyper> groups;
   std::string device = "host";  // or "cuda:N"
-  std::size_t page_bytes = 0;   // 0: chosen
+  std::size_t page_bytes = 0;   // 0: chosen from the sizes and budgets
   std::size_t device_bytes = 0;
   std::size_t host_bytes = 0;
   std::size_t ssd_bytes = 0;
@@ -48,7 +53,7 @@ struct Config {
   std::uint32_t snapshots = 0;  // complete ones that have room from the start; 0: no room yet
   std::string io_engine = "auto";
   int workers = 1;
-  bool pin_workers = true;
+  bool pin_workers = true;  // to cores of their own where there are spare ones, else they give way
   int compute_threads = 0;  // cores that pinned workers leave to the computation
   bool accumulate = false;  // several backwards make a step: gradients rest in float32
   UpdateMode update = UpdateMode::on_step;
@@ -72,6 +77,12 @@ struct Config {
 // Nobody else trains with this rank.
 inline bool trains_alone(const Config& config) {
   return config.ranks == 1 && config.machines == 1;
+}
+
+// Gradients are float32, whatever their parameters are: late updates find those of several steps
+// added up, and those of ranks always add up.
+inline bool adds_in_float32(const Config& config) {
+  return config.accumulate || config.update == UpdateMode::lock_free || !trains_alone(config);
 }
 
 // What sums of gradients are divided by: those of ranks are averaged, unless they are to be summed.

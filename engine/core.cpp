@@ -66,9 +66,6 @@ Core::Core(const Config& config, SessionParts parts, Gate& gate, Doorbell& bell)
       updates({.layout = base.layout,
                .owns = base.owns,
                .config = config,
-               .gate = gate,
-               .bell = bell,
-               .captures = captures,
                .table = base.table,
                .cache = base.cache,
                .device = base.tiers.device(),
@@ -77,9 +74,9 @@ Core::Core(const Config& config, SessionParts parts, Gate& gate, Doorbell& bell)
                .gradients = base.gradient_frames ? &*base.gradient_frames : nullptr,
                .scales = base.scales,
                .workers = make_workers(base, worker_placement, parts),
-               .worker_is_done = std::move(parts.worker_is_done),
-               .shares_processors = worker_placement.give_way && base.tiers.compute() == nullptr},
-              share_staging(base.claims).chunks),
+               .worker_is_done = std::move(parts.worker_is_done)},
+              gate, bell, captures, share_staging(base.claims).chunks,
+              worker_placement.give_way && base.tiers.compute() == nullptr),
       swapping(base, between),
       writes(base, prefetcher, updates, captures),
       elements(base, updates, writes),
@@ -237,7 +234,7 @@ void Core::add_memory(SessionStats& stats) const {
   stats.device_bytes_budget = (claims.device_frames + claims.rest_frames) * page;
   stats.host_bytes = claims.host_frames * page;
   stats.staging_bytes = claims.staging_frames * page;
-  const Store* ssd = base.tiers.store(Tier::ssd);
+  const Store* ssd = base.tiers.ssd();
   stats.ssd_bytes = ssd == nullptr ? 0 : ssd->slot_count() * page;
   stats.activation_host_bytes = claims.activation_frames * page;
   stats.activation_ssd_bytes = claims.activation_slots * page;
@@ -285,7 +282,7 @@ SessionStats Core::stats() const {
   stats.backend = base.tiers.device().name();
   stats.device = base.tiers.device().description();
   stats.isa = name(best_isa());
-  if (const Store* store = base.tiers.store(Tier::ssd)) {
+  if (const Store* store = base.tiers.ssd()) {
     stats.io_retries = store->counters().retries;
     stats.io_errors = store->counters().errors;
     stats.slots_acquired = store->acquired_slots();

@@ -34,7 +34,7 @@ class Elements final {
   // Throws StrataError (config) for what the parameter does not have.
   void check(std::uint32_t param, Kind kind, std::size_t offset, const void* values,
              std::size_t count) const;
-  // Of updates, of which the newest count: bias corrections are by parameter.
+  // Sets the parameter's count of updates, which bias correction uses.
   void set_step(Lock& lock, std::uint32_t param, std::int64_t step) STRATA_REQUIRES(core_lock);
 
  private:

@@ -27,8 +27,8 @@ PageTable make_table(const Residence& home, Tiers& tiers) {
     table.set_bytes(page, static_cast<std::uint32_t>(home.layout.bytes_in(page)));
     if (home.tier[i] == Tier::remote) {
       table.place(page, {Tier::remote, i});
-    } else if (has_slots(home.tier[i])) {
-      table.place(page, tiers.acquire_slot().value());
+    } else if (home.tier[i] == Tier::ssd) {
+      table.place(page, tiers.ssd()->acquire().value());
     } else if (home.tier[i] == Tier::device) {
       table.place(page, FrameId{next_frame++});
     } else {
@@ -90,7 +90,7 @@ Foundation::Foundation(const Config& its_config, TierParts parts,
                           : std::optional<GradientFrames>(std::in_place, layout, tiers.host(),
                                                           claims.buffer_frames)),
       cache(table, transfers, tiers.host(), tiers.device()) {
-  connect_stores();
+  connect_store();
   meet_others();
   if (scales != nullptr) std::memset(scales, 0, claims.scale_frames * layout.page_bytes);
 }
@@ -122,10 +122,8 @@ void Foundation::meet_others() {
   cache.connect(*remote);
 }
 
-void Foundation::connect_stores() {
-  for (const Tier tier : kTiers) {
-    if (Store* store = tiers.store(tier)) transfers.set_store(tier, *store);
-  }
+void Foundation::connect_store() {
+  if (Store* ssd = tiers.ssd()) transfers.set_store(*ssd);
 }
 
 Residence Foundation::residence() const {
@@ -133,7 +131,7 @@ Residence Foundation::residence() const {
   static_cast<Claims&>(home) = claims;
   home.layout = layout;
   for (std::uint32_t i = 0; i < layout.page_count; ++i) {
-    home.tier.push_back(planned_as(table.tier(PageId{i})));
+    home.tier.push_back(table.tier(PageId{i}));
   }
   home.on_device = units_on_device();
   return home;

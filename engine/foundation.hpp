@@ -69,8 +69,8 @@ struct Foundation final {
   std::optional<RemotePages> remote;
   std::optional<Whereabouts> whereabouts;
 
-  // Transfers reach what tiers have opened.
-  void connect_stores();
+  // Transfers reach the SSD's files, where tiers have opened some.
+  void connect_store();
   // Where everything rests now.
   Residence residence() const;
   bool on_device(UnitId unit) const;

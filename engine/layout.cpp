@@ -163,6 +163,21 @@ const char* name(Role role) {
   return "?";
 }
 
+std::size_t element_bytes(Role role, Dtype dtype, MomentDtype moments, bool sums) {
+  switch (role) {
+    case Role::param:
+      return size_of(dtype);
+    case Role::master:
+      return master_size(dtype);
+    case Role::moment1:
+    case Role::moment2:
+      return size_of(moments);
+    case Role::grad:
+      return sums ? sizeof(float) : size_of(dtype);
+  }
+  return 0;
+}
+
 std::size_t Layout::view_pages() const {
   std::size_t pages = 0;
   for (const UnitLayout& unit : units) pages += unit.pages.size();
@@ -171,19 +186,8 @@ std::size_t Layout::view_pages() const {
 
 std::size_t Layout::element_bytes(const Chunk& chunk, Role role) const {
   const Segment& segment = segments[chunk.segment];
-  switch (role) {
-    case Role::param:
-      STRATA_ASSERT(!segment.stored);
-      return size_of(segment.dtype);
-    case Role::master:
-      return master_size(segment.dtype);
-    case Role::moment1:
-    case Role::moment2:
-      return size_of(moment_dtype);
-    case Role::grad:
-      return grad_bytes(segment);
-  }
-  return 0;
+  STRATA_ASSERT(role != Role::param || !segment.stored);
+  return strata::element_bytes(role, segment.dtype, moment_dtype, accumulate);
 }
 
 std::size_t Layout::elements_per_page(const Chunk& chunk, Role role) const {
@@ -280,9 +284,7 @@ Layout make_layout(const Config& config, std::size_t page_bytes) {
   STRATA_ASSERT((page_bytes & (page_bytes - 1)) == 0);
   Layout layout;
   layout.page_bytes = page_bytes;
-  // Late updates find gradients of several steps added up; those of ranks always add up.
-  layout.accumulate =
-      config.accumulate || config.update == UpdateMode::lock_free || !trains_alone(config);
+  layout.accumulate = adds_in_float32(config);
   layout.grad_pages = config.update == UpdateMode::on_step ||
                       (config.update == UpdateMode::in_backward && config.ranks > 1);
   layout.moment_dtype = config.moment_dtype;

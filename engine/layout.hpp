@@ -35,8 +35,8 @@
 // none shares a scale with another.
 //
 // Note [What a parameter costs]
-// Bytes at rest of a bfloat16 parameter under AdamW, without the scales of 8-bit moments (1/32 byte
-// for each moment):
+// element_bytes() says it. So a bfloat16 parameter under AdamW takes, without the scales of 8-bit
+// moments (1/32 byte for each moment):
 //     moments    in_backward  on_step  lock_free
 //     float32             12       14         16
 //     bfloat16             8       10         12
@@ -56,6 +56,10 @@ namespace strata {
 enum class Role : std::uint8_t { param, master, moment1, moment2, grad };
 inline constexpr std::size_t kRoleCount = 5;
 const char* name(Role role);
+
+// Bytes at rest that an element of the dtype has of a role, codes aside. `sums`: gradients add up,
+// in float32.
+std::size_t element_bytes(Role role, Dtype dtype, MomentDtype moments, bool sums);
 
 // Parameters start at multiples of this many elements in their segment, so that every tensor is
 // aligned to at least 128 bytes.
@@ -156,7 +160,7 @@ struct Layout {
   }
   // Those that hold elements of the parameter, in order.
   std::vector<std::uint32_t> chunks_of(std::uint32_t param) const;
-  // Of codes, the byte is 0: where in the page they lie the form tells.
+  // For coded pages `byte` is 0: StoredForm says where in the page the codes lie.
   Spot spot(const Chunk& chunk, Role role, std::size_t element) const;
   // Elements of `role` that one page holds, or one frame of gradients.
   std::size_t elements_per_page(const Chunk& chunk, Role role) const;

@@ -177,7 +177,7 @@ void Rearranger::make_room(Lock& lock, const Change& change) {
   STRATA_ASSERT(change.claims.slots >= base_.claims.slots);
   Tiers& tiers = base_.tiers;
   const std::uint32_t frames = change.frames + change.claims.rest_frames;
-  const std::array had{tiers.store(Tier::ssd), tiers.store(Tier::far)};
+  Store* const had = tiers.ssd();
   Tiers::Growth growth = tiers.begin_growth(change.claims, std::max(tiers.device_frames(), frames));
   try {
     const Unlocked unlocked(lock);
@@ -187,15 +187,13 @@ void Rearranger::make_room(Lock& lock, const Change& change) {
     throw;
   }
   const std::span<std::byte> more = tiers.end_growth(std::move(growth));
-  base_.connect_stores();
+  base_.connect_store();
   if (more.empty()) return;
   if (base_.peers) {
     const std::size_t bytes = tiers.slab().bytes().size();
     base_.peers->send_all({.kind = PeerMessage::Kind::grown, .at = bytes});
   }
-  for (Store* const store : had) {
-    if (store != nullptr) register_memory(lock, *store, more);
-  }
+  if (had != nullptr) register_memory(lock, *had, more);
 }
 
 // With a store that there was before. Where the wait throws, requests work as well, slower.
@@ -269,7 +267,7 @@ void Rearranger::release_frames(Lock& lock) {
 // REQUIRES: make_room() for it.
 void Rearranger::arrange(Lock& lock, const Residence& then) {
   STRATA_ASSERT(then.host_frames <= base_.tiers.host().capacity());
-  STRATA_ASSERT(then.slots == 0 || base_.tiers.store(Tier::ssd) != nullptr);
+  STRATA_ASSERT(then.slots == 0 || base_.tiers.ssd() != nullptr);
   STRATA_ASSERT(then.kept_slots == base_.claims.kept_slots);
   parts_.swapping.give_up_pages();
   move_pages(lock, then);
@@ -323,18 +321,18 @@ void Rearranger::show_resting(Lock& lock, UnitId unit) {
 bool Rearranger::begin_move(const Move& move) {
   if (move.to == Tier::host) return true;  // kept when it is there
   STRATA_ASSERT(move.to == Tier::ssd);
-  const auto slot = base_.tiers.acquire_slot();
+  const auto slot = base_.tiers.ssd()->acquire();
   if (!slot) return false;
   base_.cache.retarget(move.page, *slot);
   return true;
 }
 
 // Pages that move have nothing of slots that they were lent.
-bool Rearranger::returned(const Residence& then) {
+bool Rearranger::step_returns(const Residence& then) {
   bool all = true;
   for (std::uint32_t i = 0; i < base_.layout.page_count; ++i) {
-    const bool moves = planned_as(base_.table.tier(PageId{i})) != then.tier[i];
-    if (moves) all &= base_.cache.returned(PageId{i});
+    const bool moves = base_.table.tier(PageId{i}) != then.tier[i];
+    if (moves) all &= base_.cache.step_return(PageId{i});
   }
   return all;
 }
@@ -346,21 +344,21 @@ bool Rearranger::end_move(const Move& move) {
   // Until it is kept there it rests where it did, and was perhaps written back: to another slot,
   // where a snapshot holds the first one.
   const Placement before = move.to == Tier::host ? base_.table.placement(move.page) : move.from;
-  const bool there = move.to == Tier::host ? base_.cache.keep_in_host(move.page)
-                                           : base_.cache.at_rest(move.page, move.from.tier);
-  if (there && has_slots(before.tier)) base_.tiers.release_slot(before);
+  const bool there = move.to == Tier::host ? base_.cache.try_keep_in_host(move.page)
+                                           : base_.cache.step_to_rest(move.page, move.from.tier);
+  if (there && before.tier == Tier::ssd) base_.tiers.ssd()->release(before.slot());
   return there;
 }
 
 void Rearranger::move_pages(Lock& lock, const Residence& then) {
   base_.gate.wait(
-      lock, [&] { return returned(then); }, kMoves);
+      lock, [&] { return step_returns(then); }, kMoves);
   std::vector<Move> moves, late;
   std::vector<UnitId> coming;  // to the device
   // 1. Everybody knows where pages rest, and how large the staging area will be.
   for (std::uint32_t i = 0; i < base_.layout.page_count; ++i) {
     const Placement& from = base_.table.placement(PageId{i});
-    if (planned_as(from.tier) == then.tier[i] || then.tier[i] == Tier::device) continue;
+    if (from.tier == then.tier[i] || then.tier[i] == Tier::device) continue;
     const Move move{PageId{i}, from, then.tier[i]};
     (begin_move(move) ? moves : late).push_back(move);
   }

@@ -100,7 +100,7 @@ class Rearranger final {
   std::vector<FrameId> free_frames(std::size_t count) const;
   void begin_resting(UnitId unit, std::vector<Move>& moves) STRATA_REQUIRES(core_lock);
   void show_resting(Lock& lock, UnitId unit) STRATA_REQUIRES(core_lock);
-  bool returned(const Residence& then);
+  bool step_returns(const Residence& then);
   bool begin_move(const Move& move);
   bool end_move(const Move& move);
   void move_pages(Lock& lock, const Residence& then) STRATA_REQUIRES(core_lock);

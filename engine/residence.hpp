@@ -32,13 +32,8 @@ namespace strata {
 // A page rests on the device exactly where its unit does.
 struct Residence : Allotment {
   Layout layout;
-  std::vector<Tier> tier;  // by page of the layout, as planned_as() has them
+  std::vector<Tier> tier;  // by page of the layout
 };
-
-// Plans know one tier of slots.
-constexpr Tier planned_as(Tier tier) {
-  return has_slots(tier) ? Tier::ssd : tier;
-}
 
 // One is filled while the processor reads the other.
 inline constexpr std::uint32_t kLandingFrames = 2;

@@ -76,7 +76,7 @@ std::vector<std::uint64_t> Resumption::resume(Lock& lock, LeftState left) {
   forget_everything();
   parts_.swapping.give_up_pages();
   base_.tiers.change_files(std::move(saved));
-  base_.connect_stores();
+  base_.connect_store();
   base_.claims.kept_slots = held;
   parts_.snapshots.forget_places();
   std::vector<std::uint64_t> numbers;
@@ -92,7 +92,7 @@ std::vector<std::uint64_t> Resumption::resume(Lock& lock, LeftState left) {
 
 // Its slots; of the one to go on from also which pages have them. REQUIRES: they are held.
 Snapshot Resumption::snapshot_of(const LeftState& left, std::size_t which) const {
-  const Store& ssd = *base_.tiers.store(Tier::ssd);
+  const Store& ssd = *base_.tiers.ssd();
   Snapshot snapshot;
   std::set<SlotId> of_pages;
   for (const LeftState::PageAt& at : left.pages) {
@@ -155,14 +155,14 @@ void Resumption::forget_everything() {
     const bool forgotten = base_.cache.discard(page);
     STRATA_ASSERT(forgotten);
     if (base_.table.tier(page) != Tier::ssd) continue;
-    base_.tiers.release_slot(base_.table.placement(page));
+    base_.tiers.ssd()->release(base_.table.placement(page).slot());
     base_.table.place(page, {Tier::ssd, kNoPlace});
   }
 }
 
 // REQUIRES: forget_everything().
 void Resumption::restore(const Snapshot& snapshot, const std::vector<std::byte>& scales) {
-  Store* const ssd = base_.tiers.store(Tier::ssd);
+  Store* const ssd = base_.tiers.ssd();
   for (const SavedPage& saved : snapshot.pages) {
     if (base_.table.tier(saved.page) == Tier::ssd) {
       ssd->share(saved.slot);

@@ -4,7 +4,6 @@
 #include <optional>
 #include <utility>
 
-#include "engine/core.hpp"
 #include "engine/pace.hpp"
 
 namespace strata {
@@ -51,11 +50,6 @@ void Session::pump() {
   }
 }
 
-std::byte* Session::device_address(std::uint32_t param) {
-  Gate::Call in(gate_);
-  return core_->device_address(param);
-}
-
 void Session::write(std::uint32_t param, Kind kind, std::size_t offset, const float* values,
                     std::size_t count) {
   Gate::Call in(gate_);
@@ -75,97 +69,10 @@ void Session::read(std::uint32_t param, Kind kind, std::size_t offset, float* va
   }
 }
 
-void Session::quantise(std::uint32_t param, const PlainValues& from) {
-  Gate::Call in(gate_);
-  core_->coded.quantise(in.lock(), param, from);
-}
-
-void Session::write_codes(std::uint32_t param, std::size_t first,
-                          const Stored<const std::byte>& from) {
-  Gate::Call in(gate_);
-  core_->coded.write(in.lock(), param, first, from);
-}
-
-void Session::read_codes(std::uint32_t param, std::size_t first, const Stored<std::byte>& to) {
-  Gate::Call in(gate_);
-  core_->coded.read(in.lock(), param, first, to);
-}
-
-void Session::device_written(std::uint32_t param, Stream stream) {
-  Gate::Call in(gate_);
-  core_->writes.take(in.lock(), param, stream);
-}
-
-void Session::expect_write(std::uint32_t param) {
-  Gate::Call in(gate_);
-  core_->writes.expect(param);
-}
-
-void Session::set_step(std::uint32_t param, std::int64_t step) {
-  Gate::Call in(gate_);
-  core_->elements.set_step(in.lock(), param, step);
-}
-
-void Session::enter(UnitId unit, bool backward, bool recorded, Stream stream, Visit visit) {
-  Gate::Call in(gate_);
-  core_->visits.enter(in.lock(), unit, {backward, recorded, stream, visit});
-}
-
-bool Session::leave(UnitId unit, Stream stream, Visit visit) {
-  const Lock lock(gate_.mutex(), gate_.meter());
-  return !gate_.closed() && core_->visits.leave(unit, stream, visit);
-}
-
-std::size_t Session::leave_all_but(const std::vector<Visit>& live, Visit bound, Stream stream) {
-  const Lock lock(gate_.mutex(), gate_.meter());
-  return gate_.closed() ? 0 : core_->visits.leave_all_but(live, bound, stream);
-}
-
-std::size_t Session::entered(UnitId unit) {
-  const Lock lock(gate_.mutex(), gate_.meter());
-  return gate_.closed() ? 0 : core_->visits.entered(unit);
-}
-
 bool Session::resident(UnitId unit) {
   Gate::Call in(gate_);
   core_->base.check_unit(unit);
   return core_->prefetcher.ready(unit);
-}
-
-void Session::adopt(const Adoption& wanted) {
-  Gate::Call in(gate_);
-  core_->rearranger.adopt(in.lock(), wanted);
-}
-
-std::optional<SaveId> Session::save_activation(std::byte* device, std::size_t bytes, Tier tier,
-                                               UnitId unit, Stream stream) {
-  Gate::Call in(gate_);
-  return core_->swapping.save(in.lock(), device, bytes, tier, unit, stream);
-}
-
-bool Session::activation_saved(SaveId id, bool wait_for_it) {
-  Gate::Call in(gate_);
-  return core_->swapping.saved(in.lock(), id, wait_for_it);
-}
-
-void Session::stage_activation(SaveId id) {
-  Gate::Call in(gate_);
-  core_->swapping.stage(id);
-}
-
-void Session::fetch_activation(SaveId id, std::byte* device, Stream stream) {
-  Gate::Call in(gate_);
-  core_->swapping.fetch(id, device, stream);
-}
-
-bool Session::activation_fetched(SaveId id, bool wait_for_it) {
-  Gate::Call in(gate_);
-  return core_->swapping.fetched(in.lock(), id, wait_for_it);
-}
-
-bool Session::await_activation(SaveId id, Stream stream) {
-  Gate::Call in(gate_);
-  return core_->swapping.await(in.lock(), id, stream);
 }
 
 void Session::drop_activation(SaveId id) {
@@ -179,16 +86,6 @@ void Session::drop_activation(SaveId id) {
 void Session::land_gradient(std::uint32_t param, const void* from, Dtype dtype, Stream stream) {
   lend_gradient(param, {std::shared_ptr<void>(), static_cast<const std::byte*>(from)}, dtype,
                 stream);
-}
-
-void Session::begin_window() {
-  Gate::Call in(gate_);
-  core_->gradients.begin_window();
-}
-
-bool Session::look_at_gradients(bool wanted) {
-  Gate::Call in(gate_);
-  return core_->gradients.look(in.lock(), wanted);
 }
 
 void Session::lend_gradient(std::uint32_t param, std::shared_ptr<const std::byte> from, Dtype dtype,
@@ -224,11 +121,6 @@ std::pair<double, bool> Session::gradient_squares(std::uint32_t param) {
   return {core_->gradients.sum_squares(param), !core_->gradients.scaling(param).empty()};
 }
 
-bool Session::gradient_fits(std::uint32_t param) {
-  Gate::Call in(gate_);
-  return core_->gradients.fits(in.lock(), param);
-}
-
 void Session::drop_gradients(bool wanted) {
   Gate::Call in(gate_);
   core_->gradients.drop(in.lock(), wanted);
@@ -241,67 +133,77 @@ std::uint32_t Session::gradient_count(std::uint32_t param) {
   return core_->gradients.count(param);
 }
 
-bool Session::updated(std::uint32_t param) {
-  const Lock lock(gate_.mutex(), gate_.meter());
-  return !gate_.closed() && core_->gradients.used(param);
-}
-
-bool Session::in_half_step() {
-  const Lock lock(gate_.mutex(), gate_.meter());
-  return !gate_.closed() && core_->gradients.any_used();
-}
-
-void Session::complete(UnitId unit, const std::vector<Hyper>& groups, double max_unit_norm) {
-  Gate::Call in(gate_);
-  core_->steps.complete(in.lock(), unit, groups, max_unit_norm);
-}
-
-StepResult Session::step(const std::vector<Hyper>& groups, const StepOptions& options) {
-  Gate::Call in(gate_);
-  return core_->steps.step(in.lock(), groups, options);
-}
-
-void Session::forget_step() {
-  Gate::Call in(gate_);
-  core_->steps.forget(in.lock());
-}
-
-void Session::end_load() {
-  const Gate::Call in(gate_);
-  core_->steps.end_load();
-}
-
 void Session::drain() {
   Gate::Call in(gate_);
   core_->updates.wait_done(in.lock());
   core_->catch_up(in.lock());
 }
 
-void Session::synchronize() {
-  Gate::Call in(gate_);
-  core_->steps.synchronize(in.lock());
-}
-
-bool Session::updates_first() {
-  Gate::Call in(gate_);
-  return core_->updates.shares_processors();
-}
-
-std::uint64_t Session::steps() {
-  const Lock lock(gate_.mutex(), gate_.meter());
-  return gate_.closed() ? 0 : core_->steps.count();
-}
-
-std::vector<std::uint32_t> Session::last_params() {
-  const Lock lock(gate_.mutex(), gate_.meter());
-  if (gate_.closed()) return {};
-  return core_->steps.last_params();
-}
-
 std::int64_t Session::step_of(std::uint32_t param) {
   Gate::Call in(gate_);
   core_->base.check_param(param);
   return core_->updates.step_of(param);
+}
+
+std::uint64_t Session::begin_snapshot(std::uint32_t keep) {
+  Gate::Call in(gate_);
+  core_->snapshots.refuse_within_step();
+  // See captures.hpp, Note [Snapshots and updates].
+  if (config_.update == UpdateMode::lock_free) core_->updates.wait_done(in.lock());
+  const std::uint64_t id = core_->snapshots.begin(keep);
+  core_->snapshot_room.make_beside(in.lock());
+  return id;
+}
+
+void Session::reserve_snapshots(std::uint32_t keep) {
+  Gate::Call in(gate_);
+  core_->snapshots.want(keep);
+  core_->snapshot_room.make(in.lock());
+}
+
+Snapshot Session::snapshot(std::uint64_t id) {
+  Snapshot found;
+  {
+    Gate::Call in(gate_);
+    core_->snapshots.wait(in.lock(), id);
+    found = core_->snapshots.of(id);
+  }
+  found.sort();
+  return found;
+}
+
+std::vector<int> Session::page_files() {
+  std::vector<int> given;
+  with_page_files([&given](std::vector<Descriptor>& files) {
+    given.reserve(files.size());  // so that nothing throws with descriptors that nobody owns
+    for (Descriptor& file : files) given.push_back(file.release());
+  });
+  return given;
+}
+
+void Session::with_page_files(const std::function<void(std::vector<Descriptor>&)>& use) {
+  Gate::Call in(gate_);
+  const Store* store = core_->base.tiers.ssd();
+  std::vector<Descriptor> files;
+  if (store != nullptr) files = store->duplicate_files();
+  const Unlocked unlocked(in.lock());
+  use(files);
+}
+
+bool Session::keep_pages_linkable() {
+  Gate::Call in(gate_);
+  Store* store = core_->base.tiers.ssd();
+  return store != nullptr && store->keep_linkable();
+}
+
+void Session::restore_run(std::uint32_t param, std::size_t first, std::size_t count,
+                          std::int64_t step) {
+  Gate::Call in(gate_);
+  core_->elements.check(param, Kind::master, first, this, count);
+  for (const std::uint32_t chunk : core_->base.layout.chunks_of(param)) {
+    core_->updates.wait_settled(in.lock(), chunk);
+  }
+  core_->updates.set_run(param, first, count, step);
 }
 
 SessionStats Session::stats() {
@@ -317,6 +219,38 @@ std::vector<TimelineSpan> Session::timeline() {
 LockMeter::Figures Session::lock_holds() {
   Gate::Call in(gate_);
   return gate_.holds();
+}
+
+std::vector<OwnedRun> Session::owners(std::uint32_t param, std::uint32_t rank) {
+  Gate::Call in(gate_);
+  const Foundation& base = core_->base;
+  base.check_param(param);
+  if (rank == config_.rank) return owned_runs(base.layout, base.owns, param);
+  return owned_runs(base.layout, ownership_of(config_, base.layout, rank), param);
+}
+
+void Session::leave_ranks(bool gives_up) {
+  Gate::Call in(gate_, gives_up ? Gate::Enters::failed_too : Gate::Enters::working);
+  if (!core_->ranks) return;
+  if (gives_up)
+    core_->ranks->tell_failure();
+  else
+    core_->ranks->leave(in.lock());
+}
+
+std::vector<std::uint32_t> Session::silent_ranks() {
+  Gate::Call in(gate_);
+  return core_->ranks ? core_->ranks->silent() : std::vector<std::uint32_t>();
+}
+
+std::uint64_t Session::heard_from(std::uint32_t rank) {
+  const Gate::Call in(gate_);
+  return core_->ranks && rank < config_.ranks ? core_->ranks->heard_from(rank) : 0;
+}
+
+void Session::give_up_rank(std::uint32_t rank, double seconds) {
+  const Gate::Call in(gate_);
+  if (core_->awaited_rank() == rank) core_->ranks->give_up(rank, seconds);
 }
 
 void Session::take_turn() {

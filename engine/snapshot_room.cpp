@@ -34,7 +34,7 @@ void SnapshotRoom::make(Lock& lock) {
     }
     // 2. The slots are there.
     base_.tiers.end_growth(std::move(growth));
-    base_.connect_stores();
+    base_.connect_store();
     base_.claims.kept_slots = kept;
     base_.bell.ring();
   }

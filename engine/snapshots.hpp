@@ -96,7 +96,7 @@ class Snapshots final {
   };
   enum class Taken : std::uint8_t { not_yet, begun, done };
 
-  Store& store() const { return *base_.tiers.store(Tier::ssd); }
+  Store& store() const { return *base_.tiers.ssd(); }
   void start(const Asked& asked);
   void start_next();
   bool has_room() const;

@@ -106,7 +106,7 @@ void Swapping::give_up_pages() {
       const bool shrunk = base_.cache.shrink_staging(page);
       STRATA_ASSERT(shrunk);  // nothing was ever written to it, or it was discarded
     } else if (rest.somewhere()) {
-      base_.tiers.release_slot(rest);
+      base_.tiers.ssd()->release(rest.slot());
       base_.table.place(page, {});
     }
   }
@@ -130,7 +130,7 @@ void Swapping::take_pages() {
     if (i < in_host)
       base_.cache.promote(page);
     else
-      base_.table.place(page, base_.tiers.acquire_slot().value());
+      base_.table.place(page, base_.tiers.ssd()->acquire().value());
     (i < in_host ? room.host : room.ssd).push_back(page);
   }
   saves_.reserve(room);

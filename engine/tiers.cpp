@@ -49,9 +49,6 @@ Tiers::Tiers(const Config& config, const Residence& home, TierParts parts, Doorb
   check_resting(home);
   check_pinned(home, pinned);
   claim_slots(home.slots + home.kept_slots);
-  if (parts.far.slots == 0) return;
-  stores_[static_cast<std::size_t>(Tier::far)] =
-      make_store(std::move(parts.far.engine), {"far memory"}, parts.far.slots);
 }
 
 std::unique_ptr<IoEngine> Tiers::take_io_engine(std::string* why) {
@@ -67,12 +64,12 @@ void Tiers::claim_slots(std::uint32_t slots) {
 }
 
 std::uint32_t Tiers::slots_beyond(std::uint32_t slots) const {
-  const std::uint32_t there = store(Tier::ssd)->slot_count();
+  const std::uint32_t there = ssd_->slot_count();
   return slots > there ? slots - there : 0;
 }
 
 Tiers::SlotGrowth Tiers::begin_growth(std::uint32_t slots) {
-  opening_ = slots != 0 && store(Tier::ssd) == nullptr;
+  opening_ = slots != 0 && ssd_ == nullptr;
   return {.slots = slots, .made = nullptr, .io_engine_why = {}};
 }
 
@@ -81,17 +78,17 @@ void Tiers::grow_files(SlotGrowth& growth) {
     growth.made =
         make_store(take_io_engine(&growth.io_engine_why), config_.ssd_paths, growth.slots);
   else if (const std::uint32_t more = slots_beyond(growth.slots))
-    store(Tier::ssd)->lengthen(more);
+    ssd_->lengthen(more);
 }
 
 void Tiers::end_growth(SlotGrowth growth) {
   opening_ = false;
   if (growth.slots == 0) return;
   if (growth.made) {
-    stores_[static_cast<std::size_t>(Tier::ssd)] = std::move(growth.made);
+    ssd_ = std::move(growth.made);
     io_engine_why_ = std::move(growth.io_engine_why);
   } else if (const std::uint32_t more = slots_beyond(growth.slots)) {
-    store(Tier::ssd)->extend(more);
+    ssd_->extend(more);
   }
 }
 
@@ -112,13 +109,12 @@ std::uint32_t Tiers::prepare_files(const SavedFiles& saved, const Claims& claims
 }
 
 void Tiers::change_files(SavedFiles saved) {
-  std::unique_ptr<Store>& ssd = stores_[static_cast<std::size_t>(Tier::ssd)];
-  if (ssd != nullptr) {
-    ssd->change_files(std::move(saved));
+  if (ssd_ != nullptr) {
+    ssd_->change_files(std::move(saved));
   } else {
-    ssd = std::make_unique<Store>(store_options(config_.ssd_paths, 1),
-                                  take_io_engine(&io_engine_why_), std::move(saved), bell_);
-    ssd->warn(ssd->register_memory(slab_.bytes()));
+    ssd_ = std::make_unique<Store>(store_options(config_.ssd_paths, 1),
+                                   take_io_engine(&io_engine_why_), std::move(saved), bell_);
+    ssd_->warn(ssd_->register_memory(slab_.bytes()));
   }
 }
 
@@ -139,14 +135,6 @@ std::unique_ptr<Store> Tiers::make_store(std::unique_ptr<IoEngine> engine,
       std::make_unique<Store>(store_options(std::move(paths), slots), std::move(engine), bell_);
   store->warn(store->register_memory(slab_.claimed()));
   return store;
-}
-
-std::optional<Placement> Tiers::acquire_slot() {
-  for (const Tier tier : {Tier::far, Tier::ssd}) {
-    if (store(tier) == nullptr) continue;
-    if (const auto slot = store(tier)->acquire()) return Placement{tier, index(*slot)};
-  }
-  return std::nullopt;
 }
 
 // The first bytes of host memory, as many as the system lets.

@@ -40,17 +40,10 @@
 
 namespace strata {
 
-// So many slots of the far tier, behind an engine; none: there is no such tier.
-struct FarTier {
-  std::unique_ptr<IoEngine> engine;
-  std::uint32_t slots = 0;
-};
-
 // What a test replaces. Left empty, the real thing is made.
 struct TierParts {
   Device device;
   std::unique_ptr<IoEngine> io_engine;
-  FarTier far;
   // Makes the device over the session's own bell. Absent: the one that the configuration names.
   std::function<OpenedDevice(Doorbell*)> open_device;
   // False: nothing runs beside the caller, so a run replays from its seed.
@@ -73,16 +66,10 @@ class Tiers final {
   const CountedDriver* driver() const { return opened_.driver.get(); }
   Pool& host() { return host_; }
   const Slab& slab() const { return slab_; }
-  // Of a tier of slots; null: nothing rests there yet.
-  Store* store(Tier tier) const { return stores_[static_cast<std::size_t>(tier)].get(); }
-  // A slot of the far tier, then of the SSD; nullopt: every one is taken.
-  std::optional<Placement> acquire_slot();
-  void release_slot(Placement slot) { store(slot.tier)->release(slot.slot()); }
+  // The SSD's slots. Null: nothing rests there yet.
+  Store* ssd() const { return ssd_.get(); }
   // Nobody but the processor uses host memory: neither a device nor an engine by itself.
-  bool may_give_back_memory() const {
-    return device().reachable() && !opening_ &&
-           std::ranges::none_of(kTiers, [this](Tier t) { return store(t); });
-  }
+  bool may_give_back_memory() const { return device().reachable() && !opening_ && ssd_ == nullptr; }
   // The frame's bytes are lost, and its memory is the system's until somebody writes there.
   // REQUIRES: may_give_back_memory().
   void give_back_memory(HostFrameId frame) {
@@ -168,7 +155,7 @@ class Tiers final {
   bool opening_ = false;  // an engine of the SSD is being made, and may register host memory
   std::unique_ptr<IoEngine> io_engine_;  // given, and not needed yet
   std::string io_engine_why_;
-  std::array<std::unique_ptr<Store>, kTierCount> stores_;
+  std::unique_ptr<Store> ssd_;
 };
 
 }  // namespace strata

@@ -1,60 +1,62 @@
-// A chunk on its way through a slot: its pages are opened, a worker gets what lies in them, and
-// they are closed.
+#include "engine/update_slots.hpp"
+
 #include <algorithm>
 #include <utility>
 
-#include "engine/updates.hpp"
+#include "engine/residence.hpp"
 #include "memory/check.hpp"
 
 namespace strata {
 
-bool Updates::admit() {
-  bool moved = false;
-  for (Slot& slot : slots_) {
-    if (slot.stage != Stage::free) continue;
-    const auto next = std::find_if(queue_.begin(), queue_.end(),
-                                   [this](std::uint32_t id) { return may_open(id); });
-    if (next == queue_.end()) break;
-    const std::uint32_t need = chunks_[*next].staging_need;
-    STRATA_ASSERT(need <= frames_max_);
-    if (frames_held_ + need > frames_max_) break;
-    if (writes_beside(*next) && !gradients_->has_free()) break;
-    open_slot(slot, *next);
-    queue_.erase(next);
-    moved = true;
-  }
-  return moved;
+UpdateSlots::UpdateSlots(Parts parts, ChunkPieces& pieces)
+    : layout_(parts.layout),
+      owns_(parts.owns),
+      config_(parts.config),
+      table_(parts.table),
+      cache_(parts.cache),
+      device_(parts.device),
+      prefetcher_(parts.prefetcher),
+      timeline_(parts.timeline),
+      gradients_(parts.gradients),
+      scales_(parts.scales),
+      worker_is_done_(std::move(parts.worker_is_done)),
+      pieces_(pieces),
+      slots_(update_slots(parts.workers->thread_count())),
+      workers_(std::move(parts.workers)) {}
+
+void UpdateSlots::set_frames(std::uint32_t frames_max) {
+  STRATA_ASSERT(idle());
+  frames_max_ = frames_max;
 }
 
-bool Updates::may_open(std::uint32_t id) {
-  const ChunkState& chunk = chunks_[id];
-  if (chunk.open || chunk.deferrals != 0 || is_held(id)) return false;
-  return captures_.may_update(id, chunk.oldest);
+bool UpdateSlots::on_device(std::uint32_t chunk) const {
+  return table_.tier(layout_.chunks[chunk].run(Role::param).first) == Tier::device;
 }
 
-void Updates::open_slot(Slot& slot, std::uint32_t id) {
-  ChunkState& chunk = chunks_[id];
+bool UpdateSlots::has_room(std::uint32_t frames) const {
+  STRATA_ASSERT(frames <= frames_max_);
+  return frames_held_ + frames <= frames_max_;
+}
+
+void UpdateSlots::open(std::uint32_t chunk, std::uint32_t frames, std::vector<ChunkPiece> pieces,
+                       bool beside) {
+  STRATA_ASSERT(has_free() && has_room(frames));
+  Slot& slot = *std::ranges::find(slots_, Stage::free, &Slot::stage);
   slot.stage = Stage::loading;
-  slot.chunk = id;
-  frames_held_ += chunk.staging_need;
+  slot.chunk = chunk;
+  slot.frames = frames;
+  frames_held_ += frames;
   ++open_;
-  // 1. The gradient: what lands from here on is the next one.
-  if (gradients_ != nullptr) slot.gradient = gradients_->take(id);
-  for (ChunkPiece& piece : chunk.pieces) {
-    if (!std::exchange(piece.waiting, false)) continue;
-    slot.pieces.push_back(piece);
-    piece.lent.reset();
-  }
-  chunk.oldest_open = chunk.oldest;
-  chunk.open = true;
-  chunk.queued = false;
+  // 1. The gradient.
+  if (gradients_ != nullptr) slot.gradient = gradients_->take(chunk);
+  slot.pieces = std::move(pieces);
   // 2. Its pages.
-  if (writes_beside(id)) slot.fresh = gradients_->borrow();
+  if (beside) slot.fresh = gradients_->borrow();
   slot.pages.clear();
   for (std::size_t r = 0; r < kRoleCount; ++r) {
-    const PageRun& run = layout_.chunks[id].roles[r];
+    const PageRun& run = layout_.chunks[chunk].roles[r];
     const auto role = static_cast<Role>(r);
-    const bool only_read = role == Role::grad || (role == Role::param && writes_beside(id));
+    const bool only_read = role == Role::grad || (role == Role::param && beside);
     for (std::uint32_t i = 0; i < run.count; ++i) {
       const PageId page{index(run.first) + i};
       if (role == Role::grad && !is_read(slot, page)) continue;
@@ -63,8 +65,53 @@ void Updates::open_slot(Slot& slot, std::uint32_t id) {
   }
 }
 
+bool UpdateSlots::collect() {
+  bool moved = false;
+  const bool may_collect = !worker_is_done_ || worker_is_done_();
+  for (UpdateDone done; may_collect && workers_->collect(done);) {
+    Slot& slot = slots_[done.tag];
+    STRATA_ASSERT(slot.stage == Stage::updating);
+    const UnitId unit = layout_.segments[layout_.chunks[slot.chunk].segment].unit;
+    if (!done.error.empty()) fail(unit, done.error);
+    slot.stage = Stage::publishing;
+    timeline_.add({.track = Track::update,
+                   .lane = done.worker,
+                   .unit = unit,
+                   .begin_ns = done.begin_ns,
+                   .end_ns = done.end_ns,
+                   .bytes = slot.pages.size() * layout_.page_bytes});
+    moved = true;
+  }
+  return moved;
+}
+
+std::vector<std::uint32_t> UpdateSlots::publish() {
+  std::vector<std::uint32_t> over;
+  for (Slot& slot : slots_) {
+    if (slot.stage == Stage::publishing && publish(slot)) over.push_back(slot.chunk);
+  }
+  return over;
+}
+
+bool UpdateSlots::load() {
+  bool moved = false;
+  for (Slot& slot : slots_) {
+    if (slot.stage == Stage::loading) moved |= load(slot);
+  }
+  return moved;
+}
+
+bool UpdateSlots::has_spent(std::uint32_t chunk) const {
+  return std::ranges::any_of(spent_,
+                             [&](PageId page) { return layout_.chunk_of[index(page)] == chunk; });
+}
+
+bool UpdateSlots::discard_spent() {
+  return std::erase_if(spent_, [this](PageId page) { return cache_.discard(page); }) != 0;
+}
+
 // Whether one of the gradients to be used lies in the page.
-bool Updates::is_read(const Slot& slot, PageId page) const {
+bool UpdateSlots::is_read(const Slot& slot, PageId page) const {
   const Chunk& chunk = layout_.chunks[slot.chunk];
   return std::ranges::any_of(slot.pieces, [&](const ChunkPiece& piece) {
     return piece.lent == nullptr && layout_.spot(chunk, Role::grad, piece.in_chunk).page == page;
@@ -72,7 +119,7 @@ bool Updates::is_read(const Slot& slot, PageId page) const {
 }
 
 // Opens the page where it rests. False: not yet.
-bool Updates::open(OpenPage& page) {
+bool UpdateSlots::open(OpenPage& page) {
   if (table_.tier(page.page) != Tier::device) {
     // Who updates it clears it, beside the lock.
     if (page.intent == Intent::modify && table_.newest(page.page) == 0) {
@@ -93,14 +140,14 @@ bool Updates::open(OpenPage& page) {
   return true;
 }
 
-void Updates::close(OpenPage& page) {
+void UpdateSlots::close(OpenPage& page) {
   const bool spent = page.pin && page.intent == Intent::read;
   page.pin.close(WriteBack::now);
   if (spent) spent_.push_back(page.page);
 }
 
 // Opens what can be opened; hands the chunk to a worker when all of it is there.
-bool Updates::load(Slot& slot) {
+bool UpdateSlots::load(Slot& slot) {
   bool moved = false;
   bool complete = true;
   for (OpenPage& page : slot.pages) {
@@ -128,7 +175,7 @@ bool Updates::load(Slot& slot) {
   return true;
 }
 
-std::byte* Updates::at(const Slot& slot, Role role, std::size_t element) const {
+std::byte* UpdateSlots::at(const Slot& slot, Role role, std::size_t element) const {
   const Chunk& chunk = layout_.chunks[slot.chunk];
   if (role == Role::grad && gradients_ != nullptr) {
     return gradients_->at(slot.gradient, slot.chunk, element);
@@ -141,14 +188,14 @@ std::byte* Updates::at(const Slot& slot, Role role, std::size_t element) const {
   return open->bytes + spot.byte;
 }
 
-std::uint16_t* Updates::scales_at(std::uint32_t chunk, Role moment, std::size_t element) const {
+std::uint16_t* UpdateSlots::scales_at(std::uint32_t chunk, Role moment, std::size_t element) const {
   STRATA_ASSERT(owns_.mine(chunk));
   if (!layout_.has_scales(moment)) return nullptr;
   const std::size_t at = owns_.scale_offset(layout_, chunk, moment, element);
   return reinterpret_cast<std::uint16_t*>(scales_ + at);
 }
 
-void Updates::make_spans(Slot& slot) const {
+void UpdateSlots::make_spans(Slot& slot) const {
   slot.spans.clear();
   const Chunk& chunk = layout_.chunks[slot.chunk];
   const Segment& segment = layout_.segments[chunk.segment];
@@ -171,7 +218,7 @@ void Updates::make_spans(Slot& slot) const {
     span.scales2 = scales_at(slot.chunk, Role::moment2, piece.in_chunk);
     span.grad = piece.lent != nullptr ? piece.lent.get() + piece.in_param * size_of(span.grad_dtype)
                                       : at(slot, Role::grad, piece.in_chunk);
-    span.hyper = &released_groups_.of(piece.release, config_.params[piece.param].group);
+    span.hyper = &pieces_.hyper(piece);
     span.step = piece.step;
     span.scaling = piece.scaling;
     span.grad_scale = piece.scale;
@@ -182,13 +229,13 @@ void Updates::make_spans(Slot& slot) const {
 }
 
 // The fresh frame replaces a page that has parameters without a gradient as well.
-void Updates::keep_others(Slot& slot) const {
+void UpdateSlots::keep_others(Slot& slot) const {
   slot.kept.clear();
   if (slot.fresh == kNoHostFrame) return;
   const Chunk& chunk = layout_.chunks[slot.chunk];
   const std::size_t bytes = size_of(layout_.segments[chunk.segment].dtype);
   auto updated = slot.pieces.begin();  // of the chunk's pieces, in their order
-  for (const ChunkPiece& piece : chunks_[slot.chunk].pieces) {
+  for (const ChunkPiece& piece : pieces_.of(slot.chunk)) {
     if (updated != slot.pieces.end() && updated->in_chunk == piece.in_chunk) {
       ++updated;
       continue;
@@ -201,7 +248,7 @@ void Updates::keep_others(Slot& slot) const {
 }
 
 // Closes the chunk's pages. False: somebody still reads its old parameters, and all is as it was.
-bool Updates::publish(Slot& slot) {
+bool UpdateSlots::publish(Slot& slot) {
   if (slot.fresh != kNoHostFrame) {
     const PageId param = layout_.chunks[slot.chunk].run(Role::param).first;
     const auto open = std::find_if(slot.pages.begin(), slot.pages.end(),
@@ -218,17 +265,20 @@ bool Updates::publish(Slot& slot) {
   return true;
 }
 
-void Updates::finish(Slot& slot) {
-  ChunkState& chunk = chunks_[slot.chunk];
-  for (const ChunkPiece& piece : slot.pieces) released_groups_.drop(piece.release);
-  slot.pieces.clear();  // with what was lent
+void UpdateSlots::finish(Slot& slot) {
+  pieces_.drop(slot.pieces);
   if (gradients_ != nullptr) gradients_->give_back(std::exchange(slot.gradient, {}));
-  frames_held_ -= chunk.staging_need;
-  chunk.open = false;
-  block_or_not(slot.chunk);
+  frames_held_ -= slot.frames;
   --open_;
   slot.stage = Stage::free;
   ++chunks_done_;
+}
+
+void UpdateSlots::fail(UnitId unit, const std::string& what) {
+  if (failure_) return;
+  failure_ = Error{.fault = Fault::cancelled,
+                   .what = "an update failed, and its parameters are half old, half new: " + what,
+                   .unit = config_.units[index(unit)]};
 }
 
 }  // namespace strata

@@ -9,65 +9,46 @@
 
 namespace strata {
 
-Updates::Updates(Parts parts, std::uint32_t frames_max)
+Updates::Updates(UpdateSlots::Parts parts, Gate& gate, Doorbell& bell, Captures& captures,
+                 std::uint32_t frames_max, bool shares_processors)
     : layout_(parts.layout),
-      owns_(parts.owns),
       config_(parts.config),
-      steps_of_empty_(parts.config.params.size(), 0),
-      gate_(parts.gate),
-      bell_(parts.bell),
-      captures_(parts.captures),
+      gate_(gate),
+      bell_(bell),
+      captures_(captures),
       table_(parts.table),
-      cache_(parts.cache),
-      device_(parts.device),
       prefetcher_(parts.prefetcher),
       timeline_(parts.timeline),
       gradients_(parts.gradients),
-      scales_(parts.scales),
-      worker_is_done_(std::move(parts.worker_is_done)),
-      shares_processors_(parts.shares_processors && config_.update == UpdateMode::on_step),
-      frames_max_(frames_max),
+      shares_processors_(shares_processors && config_.update == UpdateMode::on_step),
+      pieces_(config_, layout_),
       chunks_(layout_.chunks.size()),
-      slots_(update_slots(parts.workers->thread_count())),
-      workers_(std::move(parts.workers)) {
-  for (const Segment& segment : layout_.segments) {
-    if (!segment.trainable) continue;
-    for (const std::uint32_t param : segment.params) {
-      for (const Piece& piece : layout_.pieces(param)) {
-        chunks_[piece.chunk].pieces.push_back({.param = param,
-                                               .in_chunk = piece.in_chunk,
-                                               .in_param = piece.in_param,
-                                               .count = piece.count});
-      }
-    }
-  }
+      exact_(layout_.units.size(), false),
+      exact_next_(exact_),
+      slots_(std::move(parts), pieces_) {
   staleness_.seen.assign(layout_.units.size(),
                          std::vector<std::uint64_t>(config_.max_staleness + std::size_t{1}));
   staleness_.merged.assign(layout_.units.size(), 0);
-  exact_.assign(layout_.units.size(), false);
-  exact_next_ = exact_;
   set_staging(frames_max);
 }
 
 void Updates::set_staging(std::uint32_t frames_max) {
   STRATA_ASSERT(!busy());
-  frames_max_ = frames_max;
+  slots_.set_frames(frames_max);
   for (ChunkState& chunk : chunks_) chunk.staging_need = 0;
   for (std::uint32_t page = 0; page < layout_.page_count; ++page) {
-    if (has_slots(table_.tier(PageId{page}))) ++chunks_[layout_.chunk_of[page]].staging_need;
+    if (table_.tier(PageId{page}) == Tier::ssd) ++chunks_[layout_.chunk_of[page]].staging_need;
   }
-  staged_ = std::ranges::any_of(
-      chunks_, [](const ChunkState& c) { return !c.pieces.empty() && c.staging_need != 0; });
-}
-
-bool Updates::on_device(std::uint32_t chunk) const {
-  return table_.tier(layout_.chunks[chunk].run(Role::param).first) == Tier::device;
+  staged_ = false;
+  for (std::uint32_t id = 0; id < chunks_.size(); ++id) {
+    staged_ |= !pieces_.of(id).empty() && chunks_[id].staging_need != 0;
+  }
 }
 
 // Steps that the chunk's readers may lag behind.
 std::int64_t Updates::staleness_of(std::uint32_t chunk) const {
   const UnitId unit = layout_.segments[layout_.chunks[chunk].segment].unit;
-  return on_device(chunk) || exact_[index(unit)] ? 0 : config_.max_staleness;
+  return slots_.on_device(chunk) || exact_[index(unit)] ? 0 : config_.max_staleness;
 }
 
 bool Updates::may_land(std::uint32_t chunk, std::int64_t step) const {
@@ -88,86 +69,39 @@ Updates::Deferral::~Deferral() {
   if (chunk.queued) updates_.bell_.ring();
 }
 
-void Updates::note_landed(std::uint32_t chunk, std::uint32_t param,
-                          const std::shared_ptr<const std::byte>& lent) {
-  for (ChunkPiece& piece : chunks_[chunk].pieces) {
-    if (piece.param != param) continue;
-    STRATA_ASSERT(!lent || !piece.waiting);
-    piece.landed = true;
-    piece.lent = lent;
-  }
-}
-
 std::shared_ptr<const std::byte> Updates::lent_gradient(std::uint32_t chunk,
                                                         std::uint32_t param) const {
-  for (const ChunkPiece& piece : chunks_[chunk].pieces) {
-    if (piece.param == param) return piece.lent;
-  }
-  return nullptr;
+  const ChunkPiece* const piece = pieces_.find(chunk, param);
+  return piece == nullptr ? nullptr : piece->lent;
 }
 
 bool Updates::holds_gradient(std::uint32_t chunk, std::uint32_t param) const {
-  const auto& pieces = chunks_[chunk].pieces;
-  return std::any_of(pieces.begin(), pieces.end(), [param](const ChunkPiece& piece) {
-    return piece.param == param && piece.has_gradient();
-  });
+  return pieces_.any(chunk, param, &ChunkPiece::has_gradient);
 }
 
 void Updates::forget_landed(std::uint32_t chunk) {
   STRATA_ASSERT(!(chunks_[chunk].queued && is_held(chunk)));
-  for (ChunkPiece& piece : chunks_[chunk].pieces) {
-    if (std::exchange(piece.landed, false)) piece.lent.reset();
-  }
+  pieces_.forget_landed(chunk);
   if (gradients_ != nullptr && !chunks_[chunk].queued) gradients_->drop(chunk);
 }
 
 bool Updates::forget_landed(std::uint32_t chunk, std::uint32_t param) {
   STRATA_ASSERT(gradients_ == nullptr);
-  bool left = false;
-  for (ChunkPiece& piece : chunks_[chunk].pieces) {
-    if (piece.param == param && std::exchange(piece.landed, false)) piece.lent.reset();
-    left |= piece.landed;
-  }
-  return !left;
+  return pieces_.forget_landed(chunk, param);
 }
 
 void Updates::forget_merged() {
-  STRATA_ASSERT(open_ == 0);
+  STRATA_ASSERT(slots_.idle());
   for (const std::uint32_t id : std::exchange(queue_, {})) {
-    ChunkState& chunk = chunks_[id];
-    for (ChunkPiece& piece : chunk.pieces) {
-      piece.landed = false;
-      piece.lent.reset();
-      if (std::exchange(piece.waiting, false)) released_groups_.drop(piece.release);
-    }
-    chunk.queued = false;
+    pieces_.forget_all(id);
+    chunks_[id].queued = false;
     gradients_->drop(id);
     block_or_not(id);
   }
 }
 
 bool Updates::is_held(std::uint32_t chunk) const {
-  if (gradients_ == nullptr) return false;
-  const auto& pieces = chunks_[chunk].pieces;
-  return gradients_->is_open(chunk) ||
-         std::any_of(pieces.begin(), pieces.end(), [](const ChunkPiece& p) { return p.landed; });
-}
-
-// See Note [Hyperparameters].
-void Updates::release_piece(ChunkPiece& piece, const Release& release, ReleaseId kept) {
-  const ParamSpec& spec = config_.params[piece.param];
-  const std::uint32_t group = spec.group;
-  if (piece.waiting) {
-    piece.step -= counts_as_step(released_groups_.of(piece.release, group)) ? 1 : 0;
-    released_groups_.drop(piece.release);
-  }
-  piece.step += counts_as_step(released_groups_.of(kept, group)) ? 1 : 0;
-  released_groups_.hold(kept);
-  piece.release = kept;
-  piece.scale = release.scale_of[index(spec.unit)];
-  piece.scaling = release.scalings[piece.param];
-  piece.landed = false;
-  piece.waiting = true;
+  return gradients_ != nullptr && (gradients_->is_open(chunk) || pieces_.any_landed(chunk));
 }
 
 void Updates::release(const Release& release) {
@@ -175,27 +109,29 @@ void Updates::release(const Release& release) {
   released_ = release.step;
   if (release.ends_step) ended_ = release.step;
   exact_ = exact_next_;
-  const ReleaseId kept = released_groups_.keep(release.groups);
+  const ReleaseId kept = pieces_.keep(release);
   for (const UnitId unit : release.units) {
     for (const std::uint32_t id : layout_.units[index(unit)].chunks) {
-      ChunkState& chunk = chunks_[id];
-      bool touched = false;
-      bool merges = false;
-      for (ChunkPiece& piece : chunk.pieces) {
-        if (!piece.landed) continue;
-        touched = true;
-        merges |= piece.waiting;
-        release_piece(piece, release, kept);
-      }
-      if (!touched) continue;
-      staleness_.merged[index(unit)] += merges;
-      if (chunk.queued) continue;
-      chunk.queued = true;
-      chunk.oldest = release.step;
-      queue_.push_back(id);
+      if (pieces_.any_landed(id)) this->release(id, release, kept);
     }
   }
-  released_groups_.drop(kept);
+  pieces_.let_go(kept);
+  sort_queue();
+  for (std::uint32_t id = 0; id < chunks_.size(); ++id) block_or_not(id);
+}
+
+// REQUIRES: a gradient has landed in it.
+void Updates::release(std::uint32_t id, const Release& release, ReleaseId kept) {
+  const UnitId unit = layout_.segments[layout_.chunks[id].segment].unit;
+  staleness_.merged[index(unit)] += pieces_.release(id, release, kept);
+  ChunkState& chunk = chunks_[id];
+  if (chunk.queued) return;
+  chunk.queued = true;
+  chunk.oldest = release.step;
+  queue_.push_back(id);
+}
+
+void Updates::sort_queue() {
   std::vector<std::uint32_t> rank(chunks_.size());  // by chunk: in the order of the next use
   std::uint32_t next = 0;
   for (const UnitId unit : prefetcher_.order()) {
@@ -203,7 +139,6 @@ void Updates::release(const Release& release) {
   }
   std::ranges::sort(queue_, {},
                     [&](std::uint32_t id) { return std::pair(chunks_[id].oldest, rank[id]); });
-  for (std::uint32_t id = 0; id < chunks_.size(); ++id) block_or_not(id);
 }
 
 // See Note [Versions].
@@ -228,9 +163,7 @@ void Updates::count_forward(UnitId unit, std::int64_t remote) {
 }
 
 bool Updates::settled(std::uint32_t chunk) const {
-  if (chunks_[chunk].queued || chunks_[chunk].open) return false;
-  return std::none_of(spent_.begin(), spent_.end(),
-                      [&](PageId page) { return layout_.chunk_of[index(page)] == chunk; });
+  return !chunks_[chunk].queued && !chunks_[chunk].open && !slots_.has_spent(chunk);
 }
 
 std::int64_t Updates::version_of(std::uint32_t id) const {
@@ -242,9 +175,7 @@ std::int64_t Updates::version_of(std::uint32_t id) const {
 }
 
 bool Updates::is_waiting(std::uint32_t chunk, std::uint32_t param) const {
-  return std::ranges::any_of(chunks_[chunk].pieces, [param](const ChunkPiece& piece) {
-    return piece.param == param && piece.waiting;
-  });
+  return pieces_.any(chunk, param, &ChunkPiece::waits);
 }
 
 bool Updates::behind(std::uint32_t id, std::int64_t step) const {
@@ -253,7 +184,7 @@ bool Updates::behind(std::uint32_t id, std::int64_t step) const {
 }
 
 bool Updates::waits_for_release() const {
-  return open_ == 0 && spent_.empty() && !queue_.empty() &&
+  return slots_.idle() && !slots_.has_spent() && !queue_.empty() &&
          std::all_of(queue_.begin(), queue_.end(), [this](std::uint32_t c) { return is_held(c); });
 }
 
@@ -300,58 +231,48 @@ void Updates::wait_done(Lock& lock) {
 }
 
 bool Updates::turn() {
-  bool moved = false;
-  const bool may_collect = !worker_is_done_ || worker_is_done_();
-  for (UpdateDone done; may_collect && workers_->collect(done);) {
-    Slot& slot = slots_[done.tag];
-    STRATA_ASSERT(slot.stage == Stage::updating);
-    const UnitId unit = layout_.segments[layout_.chunks[slot.chunk].segment].unit;
-    if (!done.error.empty()) fail(unit, done.error);
-    slot.stage = Stage::publishing;
-    timeline_.add({.track = Track::update,
-                   .lane = done.worker,
-                   .unit = unit,
-                   .begin_ns = done.begin_ns,
-                   .end_ns = done.end_ns,
-                   .bytes = slot.pages.size() * layout_.page_bytes});
+  bool moved = slots_.collect();
+  for (const std::uint32_t id : slots_.publish()) {
+    chunks_[id].open = false;
+    block_or_not(id);
     moved = true;
   }
-  for (Slot& slot : slots_) {
-    if (slot.stage == Stage::publishing) moved |= publish(slot);
-  }
-  moved |= std::erase_if(spent_, [this](PageId page) { return cache_.discard(page); }) != 0;
+  moved |= slots_.discard_spent();
   moved |= admit();
-  for (Slot& slot : slots_) {
-    if (slot.stage == Stage::loading) moved |= load(slot);
+  return slots_.load() || moved;
+}
+
+bool Updates::admit() {
+  bool moved = false;
+  while (slots_.has_free()) {
+    const auto next = std::ranges::find_if(queue_, [this](auto id) { return may_open(id); });
+    if (next == queue_.end() || !slots_.has_room(chunks_[*next].staging_need)) break;
+    if (writes_beside(*next) && !gradients_->has_free()) break;
+    open(*next);
+    queue_.erase(next);
+    moved = true;
   }
   return moved;
 }
 
-void Updates::fail(UnitId unit, const std::string& what) {
-  if (failure_) return;
-  failure_ = Error{.fault = Fault::cancelled,
-                   .what = "an update failed, and its parameters are half old, half new: " + what,
-                   .unit = config_.units[index(unit)]};
+bool Updates::may_open(std::uint32_t id) {
+  const ChunkState& chunk = chunks_[id];
+  if (chunk.open || chunk.deferrals != 0 || is_held(id)) return false;
+  return captures_.may_update(id, chunk.oldest);
 }
 
-std::int64_t Updates::step_of(std::uint32_t param) const {
-  if (layout_.numel[param] == 0) return steps_of_empty_[param];
-  std::int64_t most = 0;
-  for (const Piece& piece : layout_.pieces(param)) {
-    for (const ChunkPiece& mine : chunks_[piece.chunk].pieces) {
-      if (mine.param == param) most = std::max(most, mine.step);
-    }
-  }
-  return most;
+void Updates::open(std::uint32_t id) {
+  ChunkState& chunk = chunks_[id];
+  chunk.oldest_open = chunk.oldest;
+  chunk.open = true;
+  chunk.queued = false;
+  slots_.open(id, chunk.staging_need, pieces_.take(id), writes_beside(id));
 }
 
-void Updates::set_step(std::uint32_t param, std::int64_t step) {
-  if (layout_.numel[param] == 0) steps_of_empty_[param] = step;
-  for (const Piece& piece : layout_.pieces(param)) {
-    for (ChunkPiece& mine : chunks_[piece.chunk].pieces) {
-      if (mine.param == param) mine.step = step;
-    }
-  }
+void Updates::set_run(std::uint32_t param, std::size_t first, std::size_t count,
+                      std::int64_t step) {
+  for (const std::uint32_t id : layout_.chunks_of(param)) STRATA_ASSERT(settled(id));
+  pieces_.set_run(param, first, count, step);
 }
 
 }  // namespace strata

@@ -1,8 +1,8 @@
 // Updates: the chunk pipeline. Released chunks are queued in the order of their next use, whenever
-// they were released; a bounded number are open at a time, each loads its pages through the staging
-// area, goes to a worker, and is written back.
+// they were released, and go through UpdateSlots. What their elements hold of gradients and which
+// step they are at is in ChunkPieces; which version of a chunk readers may see is decided here.
 //
-// Threads: one caller at a time (the core's lock). Workers see only the spans of memory.
+// Threads: one caller at a time (the core's lock).
 //
 //   updates.note_landed(chunk, param);
 //   updates.release({.step = 1, .groups = groups, .scale_of = scales, .units = units});
@@ -14,19 +14,6 @@
 // is every page that is released, and the new parameters are written where the old ones are. Else
 // readers may come at any time, so new parameters are written to another frame, which takes the
 // place of the old one when nobody reads that.
-//
-// Note [Where a chunk is updated]. Where it rests. The pages of most chunks pass through host
-// memory and are updated there. Those of a unit that rests on the device stay in their frames: its
-// gradients land in frames beside them (where gradients have pages), and whoever updates the chunk
-// gets the frames' addresses: a worker, who hands the job to the device's kernels where the
-// processor does not reach its memory. What still reads the parameters there goes first. Readers
-// wait for such an update, whatever the staleness: new parameters beside the old ones would have to
-// be mapped into their view.
-//
-// Note [Hyperparameters]. An update computes with the hyperparameters and the scale of the release
-// that its gradient came with, however many steps it waits. A gradient that was added to an older
-// one is of both steps: the sum is updated with what the newer release says, which knows its norm.
-// So it is by parameter, also where a chunk holds several.
 //
 // Note [Shared processors]. Where workers have the processors of the computation, neither hides
 // behind the other: each thread of a matrix product that a worker holds up holds up the rest. So
@@ -44,64 +31,32 @@
 #pragma once
 
 #include <cstdint>
-#include <functional>
 #include <memory>
 #include <optional>
-#include <span>
-#include <string>
 #include <vector>
 
 #include "engine/captures.hpp"
+#include "engine/chunk_pieces.hpp"
 #include "engine/gate.hpp"
 #include "engine/gradient_frames.hpp"
 #include "engine/layout.hpp"
-#include "engine/ranks/ownership.hpp"
-#include "engine/released_groups.hpp"
-#include "engine/snapshot.hpp"
 #include "engine/staleness.hpp"
+#include "engine/update_slots.hpp"
 #include "memory/timeline.hpp"
 #include "offload/residency/prefetcher.hpp"
-#include "optimizers/workers.hpp"
 
 namespace strata {
-
-struct Release {
-  std::int64_t step = 0;                  // whose gradients these are; the first is 1
-  std::span<const Hyper> groups;          // by parameter group
-  std::span<const float> scale_of;        // by unit: what gradients are multiplied with, behind ...
-  std::span<const GradScaling> scalings;  // ... by parameter: what was asked of each
-  std::span<const UnitId> units;          // whose gradients
-  bool ends_step = false;                 // there are no more of this step
-};
 
 // Invariants:
 //   1. A chunk is queued at most once, and open in at most one slot.
 //   2. A parameter page is blocked in the prefetcher exactly while its chunk's oldest gradient that
 //      is queued or open is of step released() - max_staleness or older.
-//   3. The staging frames of all open chunks together never exceed frames_max.
 class Updates final {
  public:
-  struct Parts {
-    const Layout& layout;
-    const Ownership& owns;
-    const Config& config;
-    Gate& gate;
-    Doorbell& bell;
-    Captures& captures;
-    const PageTable& table;
-    PageCache& cache;
-    const DeviceMemory& device;
-    Prefetcher& prefetcher;
-    Timeline& timeline;         // what workers did
-    GradientFrames* gradients;  // null: they rest in pages
-    std::byte* scales;          // of block8 moments, as Ownership says; null: there are none
-    std::unique_ptr<Workers> workers;
-    std::function<bool()> worker_is_done;  // asked in every turn; empty: it may be
-    bool shares_processors = false;        // workers, with the computation
-  };
-
-  // `frames_max`: staging frames that open chunks may hold together.
-  Updates(Parts parts, std::uint32_t frames_max);
+  // `frames_max`: staging frames that open chunks may hold together. `shares_processors`: workers
+  // do, with the computation.
+  Updates(UpdateSlots::Parts parts, Gate& gate, Doorbell& bell, Captures& captures,
+          std::uint32_t frames_max, bool shares_processors);
 
   // Pages have come to rest elsewhere, and the staging area is another. REQUIRES: !busy().
   void set_staging(std::uint32_t frames_max);
@@ -109,7 +64,9 @@ class Updates final {
   // A gradient of the parameter has landed in the chunk; release() lets it go. `lent`: all of the
   // parameter's, where it stays where it is; kept until the update has read it.
   void note_landed(std::uint32_t chunk, std::uint32_t param,
-                   const std::shared_ptr<const std::byte>& lent = {});
+                   const std::shared_ptr<const std::byte>& lent = {}) {
+    pieces_.note_landed(chunk, param, lent);
+  }
   // What was lent of it and not used yet; null: nothing.
   std::shared_ptr<const std::byte> lent_gradient(std::uint32_t chunk, std::uint32_t param) const;
   // The next gradient of the parameter has to be added to what the chunk holds of it.
@@ -158,7 +115,7 @@ class Updates final {
   // See Note [Shared processors]: whether that is so, and computation is to wait right now.
   bool shares_processors() const { return shares_processors_; }
   bool goes_first() const { return shares_processors_ && !staged_ && busy(); }
-  bool busy() const { return !queue_.empty() || open_ != 0 || !spent_.empty(); }
+  bool busy() const { return !queue_.empty() || !slots_.idle() || slots_.has_spent(); }
   // Released gradients of the chunk, or one of the parameter, whose update has not begun.
   bool is_queued(std::uint32_t chunk) const { return chunks_[chunk].queued; }
   bool is_waiting(std::uint32_t chunk, std::uint32_t param) const;
@@ -168,7 +125,7 @@ class Updates final {
   bool behind(std::uint32_t chunk, std::int64_t step) const;
   // How many updates the chunk's elements have had, as far as they are published. REQUIRES: nothing
   // of it is being updated.
-  std::vector<SavedRun> runs_of(std::uint32_t chunk) const;
+  std::vector<SavedRun> runs_of(std::uint32_t chunk) const { return pieces_.runs_of(chunk); }
   // Elements of a parameter are at another step than the rest of it.
   void set_run(std::uint32_t param, std::size_t first, std::size_t count, std::int64_t step);
 
@@ -186,35 +143,20 @@ class Updates final {
   void refuse_if_merged() const;
   bool turn();
   // A worker could not do its job; the session ends with it.
-  const std::optional<Error>& failure() const { return failure_; }
+  const std::optional<Error>& failure() const { return slots_.failure(); }
 
   // The scales of the moment's blocks from this element on; null: it has none. REQUIRES: the chunk
   // is this rank's.
-  std::uint16_t* scales_at(std::uint32_t chunk, Role moment, std::size_t element) const;
-  std::int64_t step_of(std::uint32_t param) const;
-  void set_step(std::uint32_t param, std::int64_t step);
-  std::uint64_t chunks_done() const { return chunks_done_; }
-  const Workers& workers() const { return *workers_; }
+  std::uint16_t* scales_at(std::uint32_t chunk, Role moment, std::size_t element) const {
+    return slots_.scales_at(chunk, moment, element);
+  }
+  std::int64_t step_of(std::uint32_t param) const { return pieces_.step_of(param); }
+  void set_step(std::uint32_t param, std::int64_t step) { pieces_.set_step(param, step); }
+  std::uint64_t chunks_done() const { return slots_.chunks_done(); }
+  const Workers& workers() const { return slots_.workers(); }
 
  private:
-  // A run of a parameter's elements within one page of every role.
-  struct ChunkPiece {
-    std::uint32_t param = 0;
-    std::size_t in_chunk = 0;
-    std::size_t in_param = 0;
-    std::size_t count = 0;
-    std::int64_t step = 0;           // updates released so far that count
-    ReleaseId release = kNoRelease;  // of the newest gradient that is released and not applied
-    float scale = 1.0f;              // ... and what it is multiplied with, behind ...
-    GradScaling scaling = {};        // ... what was asked of it
-    bool landed = false;             // since the last release
-    bool waiting = false;            // released, and not taken yet
-    std::shared_ptr<const std::byte> lent = {};  // the parameter's gradient, where it stays
-
-    bool has_gradient() const { return landed || waiting; }
-  };
   struct ChunkState {
-    std::vector<ChunkPiece> pieces;
     std::uint32_t staging_need = 0;  // pages that rest on the SSD
     std::int64_t oldest = 0;         // step of the oldest gradient that is queued
     std::int64_t oldest_open = 0;    // ... that is open; 0: none
@@ -222,81 +164,37 @@ class Updates final {
     bool open = false;
     std::uint32_t deferrals = 0;
   };
-  enum class Stage : std::uint8_t { free, loading, updating, publishing };
-  struct OpenPage {
-    PageId page = kNoPage;
-    Intent intent = Intent::modify;
-    std::byte* bytes = nullptr;  // once it is open
-    Pin pin = {};                // none of a gradient on the device, which nobody else has
-  };
-  struct Slot {
-    Stage stage = Stage::free;
-    std::uint32_t chunk = 0;
-    std::vector<OpenPage> pages;        // in order of page id
-    std::vector<ChunkPiece> pieces;     // to be updated
-    std::vector<HostFrameId> gradient;  // where it has no pages
-    HostFrameId fresh = kNoHostFrame;   // for the new parameters, where they are written beside
-    std::vector<UpdateSpan> spans;
-    std::vector<KeptBytes> kept;  // the parameters beside them, where there is a fresh frame
-    std::vector<std::span<std::byte>> unwritten;  // pages
-  };
 
-  bool on_device(std::uint32_t chunk) const;
   std::int64_t staleness_of(std::uint32_t chunk) const;
   bool writes_beside(std::uint32_t chunk) const { return staleness_of(chunk) != 0; }
   bool is_held(std::uint32_t chunk) const;
   bool may_open(std::uint32_t chunk);
-  void release_piece(ChunkPiece& piece, const Release& release, ReleaseId kept);
-  SavedRun run_of(std::uint32_t chunk, const ChunkPiece& piece) const;
-  void cut_pieces(std::uint32_t param, std::size_t at);
+  void release(std::uint32_t chunk, const Release& release, ReleaseId kept);
+  void sort_queue();
   void block_or_not(std::uint32_t chunk);
   bool admit();
-  void open_slot(Slot& slot, std::uint32_t chunk);
-  bool load(Slot& slot);
-  bool is_read(const Slot& slot, PageId page) const;
-  bool open(OpenPage& page);
-  void close(OpenPage& page);
-  void make_spans(Slot& slot) const;
-  void keep_others(Slot& slot) const;
-  std::byte* at(const Slot& slot, Role role, std::size_t element) const;
-  void fail(UnitId unit, const std::string& what);
-  bool publish(Slot& slot);
-  void finish(Slot& slot);
+  void open(std::uint32_t chunk);
 
   const Layout& layout_;
-  const Ownership& owns_;
   const Config& config_;
-  std::vector<std::int64_t>
-      steps_of_empty_;  // by parameter: of those without elements, in no chunk
   Gate& gate_;
   Doorbell& bell_;
   Captures& captures_;
   const PageTable& table_;
-  PageCache& cache_;
-  const DeviceMemory& device_;
   Prefetcher& prefetcher_;
   Timeline& timeline_;
   GradientFrames* gradients_;
-  std::byte* scales_;
-  std::function<bool()> worker_is_done_;
   const bool shares_processors_;
   bool staged_ = false;  // some chunks pass the staging area
-  std::uint32_t frames_max_;
-  std::uint32_t frames_held_ = 0;
+  ChunkPieces pieces_;
   std::vector<ChunkState> chunks_;
   std::vector<std::uint32_t> queue_;  // the oldest first, and of those the one that is used first
-  ReleasedGroups released_groups_;
-  std::vector<Slot> slots_;
-  std::uint32_t open_ = 0;
-  std::vector<PageId> spent_;  // gradient pages to forget
   std::int64_t released_ = 0;
   std::int64_t ended_ = 0;        // the last step of which everything is released
   std::vector<bool> exact_;       // by unit: see keep_exact()
   std::vector<bool> exact_next_;  // ... from the next release on
   Staleness staleness_;
-  std::optional<Error> failure_;
-  std::uint64_t chunks_done_ = 0;
-  std::unique_ptr<Workers> workers_;  // last: its threads read everything above
+  UpdateSlots slots_;  // last: its workers read pieces
 };
 
 }  // namespace strata

@@ -6,6 +6,7 @@
 //   session.read(param, Kind::moment1, 0, values, count);
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <optional>
@@ -23,6 +24,10 @@ enum class SaveId : std::uint32_t {};
 
 // What a parameter has an element of.
 enum class Kind : std::uint8_t { master, moment1, moment2, grad };
+inline constexpr std::array kKindNames = {"master", "moment1", "moment2", "grad"};
+constexpr const char* name(Kind kind) {
+  return kKindNames[static_cast<std::size_t>(kind)];
+}
 
 // A tensor that is to be stored as codes.
 struct PlainValues {

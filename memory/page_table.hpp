@@ -42,8 +42,8 @@ inline constexpr std::uint32_t kNoPlace = UINT32_MAX;
 inline constexpr std::uint32_t kAllBytes = UINT32_MAX;
 
 // A place in a tier, `place` being the index of a FrameId (device), HostFrameId (host) or SlotId
-// (a tier of slots; a SlotId alone is one of the SSD), or the page's own (remote: see
-// RemotePages). Where a page rests is said by one of these, in the page table.
+// (SSD), or the page's own (remote: see RemotePages). Where a page rests is said by one of these,
+// in the page table.
 struct Placement {
   Tier tier = Tier::ssd;
   std::uint32_t place = kNoPlace;
@@ -59,10 +59,7 @@ struct Placement {
   // REQUIRES of the three: it is a place of that tier.
   FrameId device_frame() const { return of<FrameId>(Tier::device); }
   HostFrameId host_frame() const { return of<HostFrameId>(Tier::host); }
-  SlotId slot() const {
-    STRATA_ASSERT(has_slots(tier));
-    return SlotId{place};
-  }
+  SlotId slot() const { return of<SlotId>(Tier::ssd); }
   friend constexpr bool operator==(const Placement&, const Placement&) = default;
 
  private:
@@ -81,7 +78,7 @@ struct Copy {
   std::uint32_t place = kNoPlace;
   std::uint64_t version = 0;
 };
-static_assert(sizeof(Copy) == 16, "a page costs 104 bytes: keep it so");
+static_assert(sizeof(Copy) == 16, "a page costs 88 bytes: keep it so");
 
 // Proof that the newest contents of a page may be lost, and the reason, for a person to read.
 struct Discard {
@@ -182,7 +179,7 @@ class PageTable final {
     UnitId unit = kNoUnit;
     std::uint32_t bytes = kAllBytes;
   };
-  static_assert(sizeof(Entry) == 104);
+  static_assert(sizeof(Entry) == 88);
 
   const Entry& entry(PageId page) const {
     STRATA_ASSERT(index(page) < page_count());

@@ -16,10 +16,8 @@ inline constexpr std::size_t kGiB = std::size_t{1} << 30;
 inline constexpr std::size_t kPageBytesMin = 64 * kKiB;
 inline constexpr std::size_t kPageBytesMax = 64 * kMiB;
 
-// far: whatever else holds pages in slots of its own, such as memory behind CXL. A session has it
-// where its maker gives an engine for it (engine/tiers.hpp); plans count its pages as the SSD's.
 // remote: another rank of the machine holds the page, in whatever tier of its own.
-enum class Tier : std::uint8_t { device, host, ssd, far, remote };
+enum class Tier : std::uint8_t { device, host, ssd, remote };
 
 // The unit of identity, movement and accounting. A page's id never changes.
 enum class PageId : std::uint32_t {};
@@ -27,7 +25,7 @@ enum class PageId : std::uint32_t {};
 enum class FrameId : std::uint32_t {};
 // A page-sized place in host memory.
 enum class HostFrameId : std::uint32_t {};
-// A page-sized place in the files of a tier of slots.
+// A page-sized place in the files on the SSD.
 enum class SlotId : std::uint32_t {};
 // The parameters that are gathered, moved and updated together.
 enum class UnitId : std::uint32_t {};
@@ -45,36 +43,15 @@ constexpr std::uint32_t index(Id id) {
   return static_cast<std::uint32_t>(id);
 }
 
-// What a tier's places are: frames of memory; slots behind a Store, whose pages pass through host
-// memory; or what another rank keeps track of.
-enum class Places : std::uint8_t { frames, slots, elsewhere };
-
-struct TierRow {
-  Tier tier;
-  const char* name;
-  Places places;
-};
-
-inline constexpr std::array kTierRows = {
-    TierRow{Tier::device, "device", Places::frames},    TierRow{Tier::host, "host", Places::frames},
-    TierRow{Tier::ssd, "ssd", Places::slots},           TierRow{Tier::far, "far", Places::slots},
-    TierRow{Tier::remote, "remote", Places::elsewhere},
-};
-inline constexpr std::size_t kTierCount = kTierRows.size();
+inline constexpr std::array kTiers = {Tier::device, Tier::host, Tier::ssd, Tier::remote};
+inline constexpr std::array kTierNames = {"device", "host", "ssd", "remote"};
+inline constexpr std::size_t kTierCount = kTiers.size();
 
 // The first so many are those that budgets and plans know.
 inline constexpr std::size_t kPlannedTiers = 3;
-inline constexpr auto kTiers = [] {
-  std::array<Tier, kTierCount> tiers{};
-  for (std::size_t i = 0; i < kTierCount; ++i) tiers[i] = kTierRows[i].tier;
-  return tiers;
-}();
 
 constexpr const char* name(Tier tier) {
-  return kTierRows[static_cast<std::size_t>(tier)].name;
-}
-constexpr bool has_slots(Tier tier) {
-  return kTierRows[static_cast<std::size_t>(tier)].places == Places::slots;
+  return kTierNames[static_cast<std::size_t>(tier)];
 }
 
 constexpr std::size_t ceil_div(std::size_t value, std::size_t by) {

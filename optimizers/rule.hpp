@@ -19,11 +19,19 @@ namespace strata {
 
 // `foreign`: somebody else's optimizer, which gets the elements as float32 (workers.hpp).
 enum class Rule : std::uint8_t { adamw, adam, sgd, lion, adagrad, foreign };
+inline constexpr std::array kRuleNames = {"adamw", "adam", "sgd", "lion", "adagrad", "foreign"};
+constexpr const char* name(Rule rule) {
+  return kRuleNames[static_cast<std::size_t>(rule)];
+}
 
 // How moments are stored. float32 is exact; the others lose bits, for half or a quarter of the
 // bytes: bfloat16 with stochastic rounding, and 8-bit codes in blocks of kMomentBlock elements with
 // a scale each.
 enum class MomentDtype : std::uint8_t { float32, bfloat16, block8 };
+inline constexpr std::array kMomentDtypeNames = {"float32", "bfloat16", "block8"};
+constexpr const char* name(MomentDtype dtype) {
+  return kMomentDtypeNames[static_cast<std::size_t>(dtype)];
+}
 
 constexpr std::size_t size_of(MomentDtype dtype) {
   return dtype == MomentDtype::float32 ? 4 : dtype == MomentDtype::bfloat16 ? 2 : 1;

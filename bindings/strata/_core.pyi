@@ -33,6 +33,7 @@ from ._probes import SsdProbe as SsdProbe
 from ._probes import UpdateProbe as UpdateProbe
 from ._probes import best_isa as best_isa
 from ._probes import code_values as code_values
+from ._probes import config_schema as config_schema
 from ._probes import packing as packing
 from ._probes import update_span as update_span
 from ._saved_pages import Hasher as Hasher
@@ -43,15 +44,17 @@ from ._saved_pages import join_master as join_master
 from ._saved_pages import load_moments as load_moments
 from ._saved_pages import open_lock_file as open_lock_file
 from ._saved_pages import remove_leftovers as remove_leftovers
-from ._session_config import Column as Column
 from ._session_config import Config as Config
 from ._session_config import DtypeName as DtypeName
 from ._session_config import GroupSpec as GroupSpec
 from ._session_config import Kind as Kind
 from ._session_config import ParamSpec as ParamSpec
 from ._session_config import Ranks as Ranks
-from ._session_config import Rule as Rule
 from ._session_config import StoredName as StoredName
+from ._session_parts import Column as Column
+from ._session_parts import Rule as Rule
+from ._session_parts import adds_in_float32 as adds_in_float32
+from ._session_parts import element_bytes as element_bytes
 
 __version__: str
 
@@ -364,8 +367,6 @@ def paper_budgets(
 ) -> Budgets:
     """What a plan may use beside what a session with these budgets takes for staging. Raises
     ValueError for pages of no bytes."""
-
-# The planner: pure functions; their dictionaries are described in _planner.pyi.
 
 class PaperPlan:
     """A plan as the planner made it, with what it was made for."""

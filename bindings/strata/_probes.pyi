@@ -53,6 +53,10 @@ def packing(stored: StoredName, page_bytes: int) -> tuple[int, int, int]:
 def code_values(name: str) -> list[float]:
     """What codes of 4 bits ("nf4", "nf4-torchao"), or codes of scales ("scales"), stand for."""
 
+def config_schema() -> tuple[dict[str, list[str]], dict[str, dict[str, tuple[str, bool]]]]:
+    """What Config is made of: by enum the names of its values; by struct and field its type, and
+    whether it must be given."""
+
 def best_isa() -> str:
     """The instructions that kernels use on this processor: "scalar", "avx2" or "avx512"."""
 

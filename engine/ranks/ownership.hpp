@@ -41,7 +41,7 @@ struct Ownership {
 // counted, of all roles: what one rank has too much of in a unit, it gets less of in the next ones.
 // REQUIRES: rank < ranks.
 Ownership share_chunks(const Layout& layout, std::uint32_t rank, std::uint32_t ranks);
-// Of the rank that the configuration is of; or as another one of its run sees it.
+// Ownership as this rank sees it, or as `rank` sees it.
 Ownership ownership_of(const Config& config, const Layout& layout);
 Ownership ownership_of(const Config& config, const Layout& layout, std::uint32_t rank);
 

@@ -1,6 +1,5 @@
 // Links: the ways between two neighbouring tiers. Code that moves bytes asks this table what a link
-// joins and what carries it. A further tier is a row of tiers (memory/units.hpp), two rows here and
-// the engine that carries them: the far one is done so.
+// joins and what carries it.
 //
 // Threads: constants.
 //
@@ -16,12 +15,12 @@
 
 namespace strata {
 
-enum class Link : std::uint8_t { read, write, upload, download, read_far, write_far, borrow };
-inline constexpr std::size_t kLinkCount = 7;
+enum class Link : std::uint8_t { read, write, upload, download, borrow };
+inline constexpr std::size_t kLinkCount = 5;
 
 // What moves the bytes of a link.
 enum class Carrier : std::uint8_t {
-  store,   // that of the tier of slots, with checksums
+  store,   // that of the SSD, with checksums
   copies,  // the device's copy engine
 };
 
@@ -39,8 +38,6 @@ inline constexpr std::array<LinkRow, kLinkCount> kLinks{{
     {Link::write, Tier::host, Tier::ssd, Carrier::store, Track::write, "host to ssd"},
     {Link::upload, Tier::host, Tier::device, Carrier::copies, Track::upload, "host to device"},
     {Link::download, Tier::device, Tier::host, Carrier::copies, Track::download, "device to host"},
-    {Link::read_far, Tier::far, Tier::host, Carrier::store, Track::read, "far to host"},
-    {Link::write_far, Tier::host, Tier::far, Carrier::store, Track::write, "host to far"},
     {Link::borrow, Tier::remote, Tier::device, Carrier::copies, Track::upload, "remote to device"},
 }};
 

@@ -34,7 +34,7 @@ void PageCache::retarget(PageId page, Placement to) {
   staged_.push_back({.frame = from.host_frame(), .page = page, .last_use = ++use_});
 }
 
-bool PageCache::at_rest(PageId page, Tier before) {
+bool PageCache::step_to_rest(PageId page, Tier before) {
   STRATA_ASSERT(table_.tier(page) != Tier::host && table_.tier(page) != before);
   if (table_.newest(page) != 0 && !table_.is_current(page, table_.tier(page))) {
     if (is_dirty(page))
@@ -53,7 +53,7 @@ bool PageCache::at_rest(PageId page, Tier before) {
   return true;
 }
 
-bool PageCache::keep_in_host(PageId page) {
+bool PageCache::try_keep_in_host(PageId page) {
   const Tier before = table_.tier(page);
   STRATA_ASSERT(before != Tier::host);
   if (!open(page, Intent::read)) return false;
@@ -176,7 +176,7 @@ bool PageCache::bring(PageId page, bool promised) {
 }
 
 bool PageCache::stage(PageId page) {
-  STRATA_ASSERT(has_slots(table_.tier(page)) && table_.newest(page) != 0);
+  STRATA_ASSERT(table_.tier(page) == Tier::ssd && table_.newest(page) != 0);
   return bring(page, false);
 }
 
@@ -255,7 +255,7 @@ bool PageCache::write_back(PageId page) {
 }
 
 void PageCache::write_soon(PageId page) {
-  STRATA_ASSERT(has_slots(table_.tier(page)));
+  STRATA_ASSERT(table_.tier(page) == Tier::ssd);
   if (table_.copy(page, Tier::host).state != CopyState::valid || !is_dirty(page)) return;
   frame_with(page).write_now = true;
 }
@@ -294,7 +294,7 @@ void PageCache::restore(PageId page, SlotId slot, std::uint64_t version) {
   table_.finish_fill(page, Tier::ssd);
 }
 
-bool PageCache::returned(PageId page) {
+bool PageCache::step_return(PageId page) {
   if (!transfers_.lent(page)) return true;
   bring(page, false);
   return false;

@@ -121,8 +121,9 @@ class PageCache final {
   // one that it is lent until they have come from there, which open() brings about. REQUIRES: a
   // page of zeros; in the first case the slot is acquired for it.
   void restore(PageId page, SlotId slot, std::uint64_t version);
-  // True once the page has nothing of a slot that it was lent; until then brings that nearer.
-  bool returned(PageId page);
+  // Takes a step towards the page having nothing of a slot that it was lent. Returns whether that
+  // is so.
+  bool step_return(PageId page);
 
   // What moves pages between resting places: see Rearranger.
   // The page rests in host memory from here on. REQUIRES: nothing of it is held anywhere; the pool
@@ -131,13 +132,14 @@ class PageCache final {
   // The page rests at `to` from here on, on the device or in a slot. Where it rested in host
   // memory, its frame there joins the staging area, with the page in it.
   void retarget(PageId page, Placement to);
-  // True once the page is where it rests, and neither host memory nor the tier that it rested in
-  // before holds it; until then brings that nearer. A page of zeros is nowhere.
+  // Takes a step towards the page being where it rests, and held neither by host memory nor by the
+  // tier that it rested in before. Returns whether that is so. A page of zeros is nowhere.
   // REQUIRES: it rests outside host memory.
-  bool at_rest(PageId page, Tier before);
+  bool step_to_rest(PageId page, Tier before);
   // The page rests in host memory from here on, in the staging frame that it was fetched into, and
-  // the tier that it rested in holds nothing of it. False: not yet. REQUIRES: nobody has it open.
-  bool keep_in_host(PageId page);
+  // the tier that it rested in holds nothing of it. Returns false if that cannot be yet. REQUIRES:
+  // nobody has it open.
+  bool try_keep_in_host(PageId page);
   // Takes a frame out of the staging area and gives it to the pool: the one with the page in it, or
   // any other where the page was evicted. False: not yet, and what has to happen is under way.
   bool shrink_staging(PageId page);

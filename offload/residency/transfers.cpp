@@ -23,15 +23,14 @@ Transfers::Transfers(PageTable& table, CopyEngine& copies, const DeviceMemory& d
       host_(host),
       timeline_(timeline),
       in_flight_max_(in_flight_max),
-      in_stores_(in_flight_max) {
+      in_store_(in_flight_max) {
   STRATA_ASSERT(in_flight_max > 0);
   for (std::uint32_t tag = in_flight_max; tag-- > 0;) free_tags_.push_back(tag);
 }
 
-void Transfers::set_store(Tier tier, Store& store) {
-  Store*& there = stores_[static_cast<std::size_t>(tier)];
-  STRATA_ASSERT(has_slots(tier) && (there == nullptr || there == &store));
-  there = &store;
+void Transfers::set_store(Store& store) {
+  STRATA_ASSERT(ssd_ == nullptr || ssd_ == &store);
+  ssd_ = &store;
 }
 
 bool Transfers::idle() const {
@@ -44,13 +43,6 @@ std::byte* Transfers::host_bytes(PageId page) const {
 
 std::size_t Transfers::whole_sectors(std::size_t used) const {
   return std::min(round_up(used, kIoAlignment), host_.page_bytes());
-}
-
-Store& Transfers::store_of(const LinkRow& row) const {
-  STRATA_ASSERT(row.carrier == Carrier::store);
-  Store* store = stores_[slots_of(row)];
-  STRATA_ASSERT(store != nullptr);
-  return *store;
 }
 
 Transfers::Transfer Transfers::begin(Link link, Requester requester, std::uint64_t bytes) {
@@ -121,8 +113,8 @@ CopyTicket Transfers::compute(PageId page, FrameId to, const ComputedPages& comp
 
 // What a snapshot holds stays as it is: the page gets a fresh slot in the place of that one.
 Placement Transfers::unheld(PageId page, Placement slot) {
-  STRATA_ASSERT(has_slots(slot.tier));
-  Store& store = *stores_[static_cast<std::size_t>(slot.tier)];
+  STRATA_ASSERT(slot.tier == Tier::ssd);
+  Store& store = *ssd_;
   if (!store.held(slot.slot())) return slot;
   STRATA_ASSERT(table_.placement(page) == slot);
   if (table_.copy(page, slot.tier).state == CopyState::valid) table_.drop(page, slot.tier);
@@ -161,7 +153,7 @@ void Transfers::save(std::span<const std::byte> from, SlotId to, UnitId unit, Re
 
 void Transfers::lend(PageId page, SlotId slot) {
   STRATA_ASSERT(table_.tier(page) != Tier::ssd && !lent(page));
-  Store& store = *stores_[static_cast<std::size_t>(Tier::ssd)];
+  Store& store = *ssd_;
   STRATA_ASSERT(store.held(slot));
   const bool held = store.hold(slot);
   STRATA_ASSERT(held);  // a slot that nobody has acquired needs no other one
@@ -175,15 +167,15 @@ void Transfers::take_back(PageId page) {
   STRATA_ASSERT(lent(page));
   lent_[index(page)] = false;
   const Placement slot = table_.drop(page, Tier::ssd, Discard("the slot is somebody else's"));
-  stores_[static_cast<std::size_t>(Tier::ssd)]->unhold(slot.slot());
+  ssd_->unhold(slot.slot());
 }
 
 void Transfers::start_by_store(const Transfer& transfer) {
   STRATA_ASSERT(!free_tags_.empty());  // pages in flight are bounded
   const std::uint32_t tag = free_tags_.back();
   free_tags_.pop_back();
-  STRATA_ASSERT(!in_stores_[tag].in_flight);
-  in_stores_[tag] = transfer;
+  STRATA_ASSERT(!in_store_[tag].in_flight);
+  in_store_[tag] = transfer;
   submit(tag);
 }
 
@@ -217,12 +209,13 @@ void Transfers::note(Link link, Requester requester, const TimelineSpan& span) {
 
 // False: the store is full.
 bool Transfers::submit(std::uint32_t tag) {
-  Transfer& transfer = in_stores_[tag];
+  Transfer& transfer = in_store_[tag];
   STRATA_ASSERT(transfer.in_flight && (transfer.page != kNoPage) == (transfer.from == nullptr));
   const LinkRow& row = row_of(transfer.link);
+  STRATA_ASSERT(row.carrier == Carrier::store && ssd_ != nullptr);
   if (transfer.from != nullptr) {
     transfer.queued =
-        !store_of(row).write(transfer.saved_to, {transfer.from, transfer.bytes}, kOnlyVersion, tag);
+        !ssd_->write(transfer.saved_to, {transfer.from, transfer.bytes}, kOnlyVersion, tag);
     return !transfer.queued;
   }
   const bool reads = row.to == Tier::host;
@@ -230,7 +223,7 @@ bool Transfers::submit(std::uint32_t tag) {
                            ? transfer.saved_to
                            : table_.at(transfer.page, reads ? row.from : row.to).slot();
   const std::uint64_t version = table_.newest(transfer.page);
-  Store& store = store_of(row);
+  Store& store = *ssd_;
   STRATA_ASSERT(place != kNoSlot && (reads || !store.held(place)));
   std::byte* const bytes = host_bytes(transfer.page);
   transfer.queued = reads ? !store.read(place, bytes, version, tag)
@@ -288,22 +281,19 @@ bool Transfers::reap_copies() {
   return moved;
 }
 
-bool Transfers::reap_stores() {
+bool Transfers::reap_store() {
   // 1. What waited for room is handed over.
-  for (std::uint32_t tag = 0; tag < in_stores_.size(); ++tag) {
-    if (in_stores_[tag].queued && !submit(tag)) break;
+  for (std::uint32_t tag = 0; tag < in_store_.size(); ++tag) {
+    if (in_store_[tag].queued && !submit(tag)) break;
   }
   // 2. What finished is taken.
-  bool moved = false;
   finished_.clear();
-  for (Store* store : stores_) {
-    if (store != nullptr) moved |= store->turn(finished_);
-  }
+  const bool moved = ssd_ != nullptr && ssd_->turn(finished_);
   for (StoreCompletion& completion : finished_) {
     const auto tag = static_cast<std::uint32_t>(completion.tag);
-    STRATA_ASSERT(tag < in_stores_.size());
-    STRATA_ASSERT(in_stores_[tag].in_flight && !in_stores_[tag].queued);
-    end(std::exchange(in_stores_[tag], {}), std::move(completion.error));
+    STRATA_ASSERT(tag < in_store_.size());
+    STRATA_ASSERT(in_store_[tag].in_flight && !in_store_[tag].queued);
+    end(std::exchange(in_store_[tag], {}), std::move(completion.error));
     free_tags_.push_back(tag);
   }
   return moved;
@@ -311,7 +301,7 @@ bool Transfers::reap_stores() {
 
 bool Transfers::turn() {
   const bool copied = reap_copies();
-  return reap_stores() || copied;
+  return reap_store() || copied;
 }
 
 void Transfers::finish(CopyTicket ticket) {
@@ -338,7 +328,7 @@ PageId Transfers::oldest(Link link) const {
   };
   for (const std::deque<Transfer>& stream : copying_)
     std::for_each(stream.begin(), stream.end(), look);
-  std::for_each(in_stores_.begin(), in_stores_.end(), look);
+  std::for_each(in_store_.begin(), in_store_.end(), look);
   return first == nullptr ? kNoPage : first->page;
 }
 

@@ -8,7 +8,7 @@
 // Threads: one caller at a time (the core's lock).
 //
 //   Transfers transfers(table, copies, device_memory, host_pool, timeline, 64);
-//   transfers.set_store(Tier::ssd, store);
+//   transfers.set_store(store);
 //   if (!transfers.full()) transfers.move(page, Tier::ssd, host_frame, Requester::cache);
 //   transfers.turn();
 //   for (const Completion& done : transfers.take(Requester::cache)) ...
@@ -76,12 +76,12 @@ class Transfers final {
   Transfers(const Transfers&) = delete;
   Transfers& operator=(const Transfers&) = delete;
 
-  // What holds the slots of a tier, for a session that has one. REQUIRES: there was no other.
-  void set_store(Tier tier, Store& store);
+  // What holds the slots of the SSD, for a session that has one. REQUIRES: there was no other.
+  void set_store(Store& store);
 
   // Whether anything can move over the link: it needs no store, or there is one.
   bool carries(const LinkRow& row) const {
-    return row.carrier == Carrier::copies || stores_[slots_of(row)] != nullptr;
+    return row.carrier == Carrier::copies || ssd_ != nullptr;
   }
 
   // Too many pages are on their way: try again after a turn.
@@ -161,16 +161,11 @@ class Transfers final {
 
   CopyTicket start(Transfer transfer, const CopyRequest& request);
   Transfer begin(Link link, Requester requester, std::uint64_t bytes);
-  // The end of a store's link that is not host memory.
-  static std::size_t slots_of(const LinkRow& row) {
-    return static_cast<std::size_t>(row.from == Tier::host ? row.to : row.from);
-  }
-  Store& store_of(const LinkRow& row) const;
   Placement unheld(PageId page, Placement slot);
   void start_by_store(const Transfer& transfer);
   bool submit(std::uint32_t tag);
   bool reap_copies();
-  bool reap_stores();
+  bool reap_store();
   void end(const Transfer& transfer, std::optional<Error> error);
   std::byte* host_bytes(PageId page) const;
   // What moves of a page of which so many bytes are in use: disks move no less than a sector.
@@ -182,8 +177,8 @@ class Transfers final {
   const Pool& host_;
   Timeline& timeline_;
   std::uint32_t in_flight_max_;
-  std::array<Store*, kTierCount> stores_{};
-  std::vector<Transfer> in_stores_;  // by the store's tag
+  Store* ssd_ = nullptr;
+  std::vector<Transfer> in_store_;  // by the store's tag
   std::vector<std::uint32_t> free_tags_;
   std::vector<bool> lent_;                                      // by page, as far as any was
   std::array<std::deque<Transfer>, kCopyStreamCount> copying_;  // by CopyStream

@@ -45,8 +45,7 @@ class SmallCore final {
       : options_(options),
         host_frames_(count(tier, Tier::host) + options.staging + (options.aside ? 1U : 0U)),
         memory_(host_frames_ * kPage),
-        slots_(std::max(1U, count(tier, Tier::ssd) + options.spare_slots)),
-        far_slots_(count(tier, Tier::far)) {
+        slots_(std::max(1U, count(tier, Tier::ssd) + options.spare_slots)) {
     const auto pages = static_cast<std::uint32_t>(tier.size());
     table.add(pages);
     device = faulty(host_device(nullptr, CopyMode::polled), options.faults);
@@ -55,20 +54,16 @@ class SmallCore final {
         std::make_unique<FaultyEngine>(std::make_unique<MemoryEngine>(nullptr, 64), FaultPlan{});
     disk = engine.get();
     store_ = make_store(std::move(engine), slots_);
-    if (far_slots_ != 0) {
-      far_store_ = make_store(std::make_unique<MemoryEngine>(nullptr, 64), far_slots_);
-    }
     host_ = std::make_unique<Pool>(host_frames_, kPage, memory_.data());
     for (std::uint32_t page = 0; page < pages; ++page) {
-      if (has_slots(tier[page]))
-        table.place(PageId{page}, slot_of(tier[page]));
+      if (tier[page] == Tier::ssd)
+        table.place(PageId{page}, acquire_slot());
       else
         table.place(PageId{page}, {tier[page], kNoPlace});
     }
     transfers = std::make_unique<Transfers>(table, *device.copies, *device.memory, *host_, timeline,
                                             options.in_flight);
-    transfers->set_store(Tier::ssd, *store_);
-    if (far_store_) transfers->set_store(Tier::far, *far_store_);
+    transfers->set_store(*store_);
     if (options.aside) aside = host_->acquire().value();
     cache = std::make_unique<PageCache>(table, *transfers, *host_, *device.memory);
   }
@@ -98,8 +93,7 @@ class SmallCore final {
     moved |= cache->turn();
     if (prefetcher) moved |= prefetcher->turn();
     if (transfers->failure() && errors.empty()) errors.push_back(transfers->failure()->error);
-    const auto wrong =
-        table.check_invariants({options_.device_frames, host_frames_, slots_, far_slots_});
+    const auto wrong = table.check_invariants({options_.device_frames, host_frames_, slots_});
     EXPECT_FALSE(wrong) << *wrong;
     return moved;
   }
@@ -159,16 +153,12 @@ class SmallCore final {
     options.now = [time_ns = std::int64_t{0}]() mutable { return time_ns += 1'000'000; };
     return std::make_unique<Store>(options, std::move(engine));
   }
-  Placement slot_of(Tier tier) {
-    Store& store = tier == Tier::far ? *far_store_ : *store_;
-    return {tier, index(store.acquire().value())};
-  }
 
   SmallCoreOptions options_;
   std::uint32_t host_frames_;
   AlignedBuffer memory_;
-  std::uint32_t slots_, far_slots_;
-  std::unique_ptr<Store> store_, far_store_;
+  std::uint32_t slots_;
+  std::unique_ptr<Store> store_;
   std::unique_ptr<Pool> host_;
   const ComputedPages computed_{};  // none
 

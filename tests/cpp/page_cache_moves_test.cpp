@@ -130,7 +130,7 @@ TEST(PageCacheRestore, WhatRestsOnTheDeviceComesThroughStaging) {
   core.table.place(kB, FrameId{2});
   const SlotId slot = held_elsewhere(core, kB, 3);
   restore(core, kB, slot);
-  EXPECT_TRUE(core.until([&] { return core.cache->returned(kB); }));
+  EXPECT_TRUE(core.until([&] { return core.cache->step_return(kB); }));
   core.store().unhold(slot);
   EXPECT_EQ(core.store().free_slots(), core.store().slot_count());
   Pin pin;

@@ -13,7 +13,7 @@
 namespace strata::page_table_test {
 namespace {
 
-constexpr std::array<std::uint32_t, kTierCount> kCapacity{4, 9, 40, 7, 5};
+constexpr std::array<std::uint32_t, kTierCount> kCapacity{4, 9, 40, 5};
 
 std::string broken(const PageTable& pages) {
   return pages.check_invariants(kCapacity).value_or("");
@@ -306,8 +306,7 @@ class RandomUse {
   PageTable pages_;
   std::array<Pool, kTierCount> pools_{
       Pool(kCapacity[0], kPageBytesMin), Pool(kCapacity[1], kPageBytesMin),
-      Pool(kCapacity[2], kPageBytesMin), Pool(kCapacity[3], kPageBytesMin),
-      Pool(kCapacity[4], kPageBytesMin)};
+      Pool(kCapacity[2], kPageBytesMin), Pool(kCapacity[3], kPageBytesMin)};
   std::vector<std::uint64_t> truth_;  // page → its newest version
 };
 

@@ -108,7 +108,7 @@ class SimulatedRank final {
     if (below(16) != 0) return;
     const auto frames = static_cast<std::uint32_t>(config_.device_bytes / config_.page_bytes);
     const auto wrong =
-        table.check_invariants({frames, claims.host_frames, claims.slots, 0, table.page_count()});
+        table.check_invariants({frames, claims.host_frames, claims.slots, table.page_count()});
     promise(!wrong, wrong.value_or(""));
     promise(claims.host_frames * config_.page_bytes <= config_.host_bytes, "the host budget");
   }

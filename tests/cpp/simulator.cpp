@@ -27,8 +27,8 @@ struct Tensor {
 
 class Simulation final {
  public:
-  Simulation(TestDevice& device, std::uint64_t seed, FaultPlan faults, std::uint32_t far_slots)
-      : device_(device), page_(device.page_bytes()), random_(seed), far_slots_(far_slots) {
+  Simulation(TestDevice& device, std::uint64_t seed, FaultPlan faults)
+      : device_(device), page_(device.page_bytes()), random_(seed) {
     config_ = device.fit(random_session(random_, page_));
     if (!feasible(config_)) config_.ssd_bytes = kPlenty * page_;  // landing frames were too much
     SessionParts parts = device.parts_without_pump([this] { clock_.advance(10'000); });
@@ -38,7 +38,6 @@ class Simulation final {
     parts.now = [this] { return clock_.now_ns() * 100; };  // pauses take a few turns
     groups_ = config_.groups;
     parts.io_engine = disk(faults);
-    if (far_slots != 0) parts.far = {.engine = disk(faults), .slots = far_slots};
     session_ = std::make_unique<Session>(config_, std::move(parts));
   }
 
@@ -75,31 +74,28 @@ class Simulation final {
     told.snapshots = taken_.looked_at();
     promise(taken_.wrong().empty(), taken_.wrong());
     compare();
-    told.far_bytes = session_->stats().link_bytes[static_cast<std::size_t>(Link::write_far)];
     session_->close();
   }
 
  private:
   std::unique_ptr<FaultyEngine> disk(const FaultPlan& faults) {
     auto memory = std::make_unique<MemoryEngine>(nullptr, 64);
-    if (disks_.empty()) memory_ = memory.get();
-    disks_.push_back(new FaultyEngine(std::move(memory), faults, &clock_));
+    memory_ = memory.get();
+    auto made = std::make_unique<FaultyEngine>(std::move(memory), faults, &clock_);
+    disk_ = made.get();
     taken_.may_be_damaged = faults.damages();
-    return std::unique_ptr<FaultyEngine>(disks_.back());
+    return made;
   }
 
   int below(int end) { return static_cast<int>(random_() % static_cast<std::uint64_t>(end)); }
 
   void check(const PageTable& table, const Claims& claims) {
     ++told.turns;
-    told.faults = told.requests = 0;
-    for (const FaultyEngine* disk : disks_) {
-      told.requests += disk->requests();
-      told.faults += disk->requests() - disk->injected(IoFault::none);
-    }
+    told.requests = disk_->requests();
+    told.faults = disk_->requests() - disk_->injected(IoFault::none);
     const auto frames = static_cast<std::uint32_t>(config_.device_bytes / page_);
     const std::uint32_t slots = claims.slots + claims.kept_slots;
-    const auto wrong = table.check_invariants({frames, claims.host_frames, slots, far_slots_});
+    const auto wrong = table.check_invariants({frames, claims.host_frames, slots});
     promise(!wrong, wrong.value_or(""));
     promise(claims.host_frames * page_ <= config_.host_bytes, "the host budget");
     promise(slots * page_ <= config_.ssd_bytes, "the SSD budget");
@@ -346,11 +342,10 @@ class Simulation final {
   std::mt19937_64 random_;
   VirtualClock clock_;
   Config config_;
-  std::vector<Hyper> groups_;  // as they are in this step
-  std::vector<bool> used_;     // by unit: in this step
-  std::uint32_t far_slots_;
-  std::vector<FaultyEngine*> disks_;  // of the tiers of slots
-  MemoryEngine* memory_ = nullptr;    // behind the SSD's
+  std::vector<Hyper> groups_;       // as they are in this step
+  std::vector<bool> used_;          // by unit: in this step
+  FaultyEngine* disk_ = nullptr;    // of the session
+  MemoryEngine* memory_ = nullptr;  // inside it
   TakenSnapshots taken_;
   // These outlive the session, whose copies may go on where it failed.
   std::vector<Tensor> tensors_;             // saved, the oldest first
@@ -359,9 +354,8 @@ class Simulation final {
   std::vector<PlainParam> plain_;
 };
 
-SimulationResult simulate(TestDevice& device, std::uint64_t seed, const FaultPlan& faults,
-                          std::uint32_t far_slots) {
-  Simulation simulation(device, seed, faults, far_slots);
+SimulationResult simulate(TestDevice& device, std::uint64_t seed, const FaultPlan& faults) {
+  Simulation simulation(device, seed, faults);
   SimulationResult& told = simulation.told;
   try {
     simulation.run();
@@ -376,11 +370,11 @@ SimulationResult simulate(TestDevice& device, std::uint64_t seed, const FaultPla
 }  // namespace
 
 SimulationResult simulate(TestedOn where, std::uint64_t seed, FaultPlan faults,
-                          RecordingOptions driver, std::uint32_t far_slots) {
+                          RecordingOptions driver) {
   faults.seed = driver.seed = seed;
   driver.late = true;
   TestDevice device(where, driver);
-  SimulationResult result = simulate(device, seed, faults, far_slots);
+  SimulationResult result = simulate(device, seed, faults);
   const std::string left = device.close();
   if (result.broken.empty()) result.broken = left;
   return result;

@@ -29,12 +29,10 @@ struct SimulationResult {
   std::uint64_t settled = 0;    // units that came to rest on the device, or left it
   std::uint64_t snapshots = 0;  // that were as the plain run was
   std::uint64_t went_back = 0;  // times that the run went on from one of them
-  std::uint64_t far_bytes = 0;  // that went to the far tier, where there is one
 };
 
-// `driver`: of the double, where that is the device. With `far_slots` there is a fourth tier of so
-// many, whose engine has faults of its own by the same plan.
+// `driver`: of the double, where that is the device.
 SimulationResult simulate(TestedOn where, std::uint64_t seed, FaultPlan faults,
-                          RecordingOptions driver = {}, std::uint32_t far_slots = 0);
+                          RecordingOptions driver = {});
 
 }  // namespace strata

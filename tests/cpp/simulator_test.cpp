@@ -57,27 +57,6 @@ TEST_P(Simulator, NuisancesChangeNothing) {
       << "hardly any unit rested on the device";
 }
 
-// A fourth tier of a few slots, which fills before the SSD does: the same bits, and one error.
-TEST_P(Simulator, AFarTierIsOneMore) {
-  std::uint64_t far_bytes = 0, errors = 0;
-  const Seeds seeds{.host = 60, .gpu_double = 30, .large_pages = 2, .gpu = 4};
-  for_seeds(seeds.on(GetParam()), [&](std::uint64_t seed) {
-    FaultPlan plan = nuisances();
-    if (seed % 2 == 0) plan.chance_of(IoFault::corrupt) = 0.005;
-    const auto slots = static_cast<std::uint32_t>(1 + seed % 40);
-    const SimulationResult result = simulate(GetParam(), seed, plan, {}, slots);
-    EXPECT_EQ(result.broken, "");
-    far_bytes += result.far_bytes;
-    if (!result.error) return;
-    ++errors;
-    EXPECT_EQ(result.error->fault, Fault::corrupt) << result.error->text();
-    EXPECT_EQ(seed % 2, 0U);
-  });
-  if (replays()) return;
-  EXPECT_GT(far_bytes, 0U) << "nothing ever rested there";
-  EXPECT_TRUE(errors > 0 || of_all_seeds(seeds.on(GetParam())) < 10) << "no fault was ever noticed";
-}
-
 // What a broken disk does: one error that says where, or nothing at all; never other bits.
 TEST_P(Simulator, BrokenDisksAreNoticed) {
   std::uint64_t errors = 0;

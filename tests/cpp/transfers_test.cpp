@@ -30,22 +30,6 @@ TEST(Transfers, HaveABoundedNumberOfPages) {
   EXPECT_EQ(core.moved_pages(Link::write), 3U);
 }
 
-// A fourth tier is a row: whoever moves pages does not ask which tier of slots it is.
-TEST(Transfers, ReachTheFarTierOverLinksOfItsOwn) {
-  SmallCore core({Tier::far, Tier::ssd, Tier::far}, {.staging = 1});
-  for (const PageId page : {kA, kB, kC}) core.write(page, 1 + static_cast<int>(index(page)));
-  core.flush();
-  EXPECT_EQ(core.moved_pages(Link::write_far), 2U);
-  EXPECT_EQ(core.moved_pages(Link::write), 1U);
-  for (const PageId page : {kA, kB, kC}) {
-    EXPECT_TRUE(core.holds(page, 1 + static_cast<int>(index(page))));
-  }
-  EXPECT_EQ(core.moved_pages(Link::read_far), 2U);
-  EXPECT_TRUE(core.cache->discard(kA));
-  EXPECT_EQ(core.state(kA, Tier::far), CopyState::none);
-  EXPECT_TRUE(core.holds(kA, 0));
-}
-
 TEST(Transfers, AStaleDeviceCopyIsReplacedInItsPlace) {
   SmallCore core({Tier::host}, {.device_frames = 1, .faults = {.polls_late_max = 5, .seed = 3}});
   for (const int value : {1, 2}) {

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
+from .. import _core
 from . import device
 from .options import FREE_SHARE, Options
 from .ranks import plans_of_all
@@ -90,21 +91,19 @@ def shares(
     return {"device": device_bytes, "host": host_bytes, **given}
 
 
-def adds_in_float32(config: Config) -> bool:
-    """Whether gradients rest in float32, whatever their parameters are: as make_layout() has it, in
-    engine/layout.cpp. Those of ranks and of LockFree always add up."""
-    return config["accumulate"] or config["update"] == "lock_free" or "ranks" in config
-
-
 def _default_ssd_bytes(config: Config, options: Options) -> int:
-    """Room for all that rests: parameter, residual or master, two moments, gradient; and for
-    snapshots, which hold what is trained once each, and what is frozen once."""
+    """Room for all that rests, of whatever dtype; and for snapshots, which hold what is trained
+    once each, and what is frozen once."""
+    most = _core.element_bytes("float16", "float32", sums=True)  # of all dtypes
+    of_trained = sum(most.values())
+    of_frozen = _core.element_bytes("float32", "float32", sums=True)["param"]
     whole_pages = len(config["units"]) * (64 << 20)
     trained = sum(spec["numel"] for spec in config["params"] if spec["trainable"])
     frozen = sum(spec["numel"] for spec in config["params"]) - trained
-    need = 18 * trained + 4 * frozen + whole_pages
+    need = of_trained * trained + of_frozen * frozen + whole_pages
     if kept := config["snapshots"]:
-        need += (kept + 1) * (14 * trained + whole_pages) + 4 * frozen + whole_pages
+        of_each = of_trained - most["grad"]
+        need += (kept + 1) * (of_each * trained + whole_pages) + of_frozen * frozen + whole_pages
     return min(need, int(options.free_disk_bytes() * DISK_SHARE))
 
 

@@ -106,7 +106,7 @@ def config_of(
         "host_bytes": 0,
         "ssd_bytes": 0,
         "ssd_paths": options.own_ssd_paths(),
-        "io_engine": options.io_engine,  # type: ignore[typeddict-item]
+        "io_engine": options.io_engine,
         "workers": workers,
         "accumulate": options.gradient_accumulation_steps > 1,
         "update": update,
@@ -116,8 +116,6 @@ def config_of(
         "compute_threads": device.compute_threads(device_name),
         "device": device_name,
         "snapshots": options.snapshots,
-        "apart": [],
-        "together": [],
     }
     if options.ranks is not None:
         config["ranks"] = options.ranks.spec(options.rank_gradients)

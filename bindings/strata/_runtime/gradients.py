@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .._config.budgets import adds_in_float32
 from .._config.managed import DTYPE_NAMES
+from .._core import adds_in_float32
 from .._torch_compat import graph_task
 from .grad_drops import GradientDrops
 from .grad_shown import Shown
