@@ -72,7 +72,7 @@ def victim(board: Board, setting: Setting, folder: Path, operation: int) -> None
     training = Training(setting, folder)
     board.doing = "load"
     training.load(folder / SERIES)
-    handle, taken, saving = None, 0, None
+    handle, taken = None, 0
     while training.steps < LAST_STEP:
         board.doing = "step"
         training.step()
@@ -86,9 +86,9 @@ def victim(board: Board, setting: Setting, folder: Path, operation: int) -> None
                 training.model, folder / SERIES, keep=setting.keep, extra=extra
             )
             taken = training.steps
-            if setting.saves and (saving is None or saving.complete):
+            if setting.saves:
                 board.doing = "save"
-                saving = strata.save(training.model, folder / SAVED, wait=False, extra=extra)
+                strata.save(training.model, folder / SAVED, extra=extra)
         if handle is not None and handle.complete:
             board["complete"] = taken
             board["writing"] = 0

@@ -46,7 +46,7 @@ class Setting:
     keep: int = 2
     every: int = 1  # steps to a snapshot
     backwards: int = 1  # to an update; each is called a step here
-    saves: bool = False  # while training goes on
+    saves: bool = False  # a checkpoint after each snapshot
 
 
 class Training:

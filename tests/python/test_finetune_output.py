@@ -110,7 +110,7 @@ def test_overwriting_keeps_what_no_run_wrote(place: Path) -> None:
     # What a killed process left of a checkpoint.
     left = out / "checkpoint-2" / "strata.strata-left"
     left.mkdir()
-    marker = {"strata": "work folder", "target": "strata"}
+    marker = {"strata": "work folder", "target": "strata", "boot": "", "host": "", "pid": 1}
     (left / "strata-work.json").write_text(json.dumps(marker))
 
     assert cli.main([*arguments(place, steps=1, **{"eval-every": 0}), "--overwrite"]) == 0

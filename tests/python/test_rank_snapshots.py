@@ -66,7 +66,7 @@ def test_a_snapshot_goes_on_under_any_number_of_ranks(
             assert drawn == each(taken, "draws")
             assert drawn[0] != drawn[1]
         for rank in range(count):
-            assert f"'rank': {rank}}}" in found[rank]["extra"]
+            assert f"'rank': {rank}," in found[rank]["extra"]
             assert f"tensor([{rank}, {rank}])" in found[rank]["extra"]
         assert each(found, "adopted") == [count == 2] * count, each(found, "told")
     # Three ranks add up in another way: they are held against three that go on from `alone`.

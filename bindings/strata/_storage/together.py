@@ -158,7 +158,8 @@ class Together:
             yield phase
             message = self.message(phase.said)
         except BaseException as error:
-            self._exchange(self.failure(error))
+            with contextlib.suppress(CheckpointError):  # its own counts
+                self._exchange(self.failure(error))
             raise
         phase.heard = self.understand(self._exchange(message))
 
