@@ -301,9 +301,8 @@ class StrataOptimizer(torch.optim.Optimizer):
             self.pages.check(index, merged[g], specs[g], entry)
         for group, new in zip(self.param_groups, merged, strict=True):
             group.update(new)
-        for index, g, entry in trained:
-            if entry or self.pages.has_state(index):  # as it began, it is nowhere
-                self.pages.write(index, self.param_groups[g], entry)
+        for index, _, entry in trained:
+            self.pages.write(index, entry)
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 

@@ -108,24 +108,21 @@ class StatePages:
         """Takes over the states of parameters; one that is empty begins anew. Raises ValueError,
         and changes nothing, where one is none that the class keeps."""
         others = {i: given for i, given in entries.items() if given is not self._entries.get(i)}
-        for index, g, entry in self._taken(others):
-            if entry or self.has_state(index):
-                self.write(index, self._groups()[g], entry)
+        for index, entry in self._taken(others).items():
+            self.write(index, entry)
 
     def change(self, index: int, entries: dict[str, Any]) -> None:
         """The parameter's entry has these tensors from here on. Raises as replace() does."""
-        for _, g, entry in self._taken({index: entries}):
-            if entry or self.has_state(index):
-                self._keep_tensors(index, entry)
-                self._write(index, self._groups()[g], entry)
+        entry = self._taken({index: entries})[index]
+        self._keep_tensors(index, entry)
+        self._write(index, entry)
 
     def write_tensor(self, index: int, name: str, values: torch.Tensor) -> None:
         """A tensor of the parameter was changed in place. Raises as replace() does."""
-        for _, g, entry in self._taken({index: self.shown(index) | {name: values}}):
-            self._write(index, self._groups()[g], entry)
+        self._write(index, self._taken({index: self.shown(index) | {name: values}})[index])
 
-    def _taken(self, entries: Mapping[int, Any]) -> list[tuple[int, int, dict[str, Any]]]:
-        """Parameters, their groups, and what is to be written of each."""
+    def _taken(self, entries: Mapping[int, Any]) -> dict[int, dict[str, Any]]:
+        """What is to be written of each parameter."""
         state = self.wrapped
         wait_for_updates(state)
         if state.ranks is not None:
@@ -135,7 +132,7 @@ class StatePages:
                 "optimizer.load_state_dict() on all ranks"
             )
         specs = self._specs()
-        taken = []
+        taken = {}
         for index, given in entries.items():
             g = self.group_of(index)
             entry = without_others(given, state, index)
@@ -144,12 +141,12 @@ class StatePages:
             self._check_names(index, g, entry)
             entry = {} if self._begins_anew(index, specs[g], entry) else entry
             self.check(index, self._groups()[g], specs[g], entry)
-            taken.append((index, g, entry))
+            taken[index] = entry
         return taken
 
     def _keep_tensors(self, index: int, entry: Mapping[str, Any]) -> None:
         """What somebody holds of the tensors that `entry` replaces stays what it is."""
-        for kept in list(self._tensors.get(index, ())):
+        for kept in list(self._tensors.get(index, ()) if self.has_state(index) else ()):
             if not is_there(entry.get(kept.name), self.wrapped, index, kept.name):
                 kept.keep()
 
@@ -216,17 +213,19 @@ class StatePages:
                 f"are not the {initial} that this Adagrad was built with"
             )
 
-    def write(self, index: int, group: dict[str, Any], entry: dict[str, Any]) -> None:
+    def write(self, index: int, entry: dict[str, Any]) -> None:
         """The parameter has this state from here on, instead of the one that it had."""
         if self.has_state(index):
             held = self._entries.pop(index, None)
             if held is not None:
                 held.keep()
-            self._keep_tensors(index, entry)
-        self._write(index, group, entry)
+        self._keep_tensors(index, entry)
+        self._write(index, entry)
 
-    def _write(self, index: int, group: dict[str, Any], entry: dict[str, Any]) -> None:
+    def _write(self, index: int, entry: dict[str, Any]) -> None:
         state = self.wrapped
+        if not entry and not self.has_state(index):
+            return  # as it began, it is nowhere
         kinds = self._kinds(index)
         for kind, name in kinds:
             value = entry.get(name)
@@ -244,4 +243,5 @@ class StatePages:
         else:
             self._at_zero.discard(index)
         if self._foreign is not None:
+            group = self._groups()[self.group_of(index)]
             self._foreign.set_scalars(index, step, entry, group)
