@@ -232,7 +232,7 @@ def _entries(
 
 
 def _keys(hints: dict[str, Any], names: Mapping[str, Any]) -> _Kind:
-    """Of a TypedDict, whose values may have more keys."""
+    """The form of a TypedDict, whose values may have more keys."""
     optional = {key for key, each in hints.items() if typing.get_origin(each) is NotRequired}
     bare = {k: typing.get_args(h)[0] if k in optional else h for k, h in hints.items()}
     kinds = {key: _kind(each, names) for key, each in bare.items()}
@@ -240,7 +240,7 @@ def _keys(hints: dict[str, Any], names: Mapping[str, Any]) -> _Kind:
 
 
 def _made(hint: Any, names: Mapping[str, Any]) -> _Kind:
-    """Of a dataclass, which has no place for more keys."""
+    """The form of a dataclass, which has no place for more keys."""
     hints = typing.get_type_hints(hint, localns=dict(names), include_extras=True)
     kinds = {each.name: _kind(hints[each.name], names) for each in fields(hint)}
     given = (each for each in fields(hint) if each.default is MISSING)

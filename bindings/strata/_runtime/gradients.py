@@ -400,7 +400,7 @@ class Gradients:
         return any(map(self.has_landed, range(len(self._state.params)))) or self._held.any_new()
 
     def end_step(self, landed: Iterable[int]) -> None:
-        """Of what had landed only that is left which is held, or zero."""
+        """The step has used the gradients that had landed, except those held or zero."""
         self._held.end_step()
         self._added.clear()
         self.used |= set(landed) - self._held.indices() - self._zero

@@ -43,7 +43,7 @@ class Sources:
 
     @functools.cached_property
     def digests(self) -> dict[str, str]:
-        """Of all files by their paths, in the order in which they are read."""
+        """The digests of all files by their paths, in the order in which they are read."""
         return {str(file): digest(file) for file in (*self.texts, *self.records)}
 
 

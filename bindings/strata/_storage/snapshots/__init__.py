@@ -1,4 +1,4 @@
-"""Snapshots: the state behind a step, kept while training goes on.
+"""Snapshots: the state after a step, kept while training goes on.
 
 Knows wrapped models, and the files of checkpoints. Must not know hooks, plans or reports.
 In reading order: format (what lies where on the disk), context (what is in no page), capture

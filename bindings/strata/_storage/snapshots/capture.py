@@ -1,4 +1,4 @@
-"""Snapshots: the state behind a step, kept while training goes on.
+"""Snapshots: the state after a step, kept while training goes on.
 
     handle = strata.snapshot(model, "runs/llama")      # behind optimizer.step(); returns at once
     handle.wait()                                      # "runs/llama/step-000500" is complete

@@ -63,7 +63,7 @@ class Asked:
 
 
 class Commit:
-    """Of one session, and one snapshot: the steps, each a verb."""
+    """The steps of one snapshot of one session, each a verb."""
 
     def __init__(
         self,
